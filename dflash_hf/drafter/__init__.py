@@ -1,0 +1,1 @@
+"""The drafter. The files of this folder travel inside every published drafter repository."""
