@@ -18,6 +18,7 @@ from .cache import DFlashContextCache  # noqa: I001
 from .candidates import DFlashCandidateGenerator, DFlashRun, last_run
 from .configuration_dflash import DFlashConfig
 
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -426,16 +427,18 @@ class DFlashDraftModel(PreTrainedModel):
                 **hub,
             )
 
-        if not isinstance(config, DFlashConfig):
-            raw, _ = DFlashConfig.get_config_dict(path if config is None else config, **hub)
+        if isinstance(config, PreTrainedConfig):
+            if not isinstance(config, DFlashConfig):  # another copy's class, or the Qwen3Config that the file calls itself
+                config = DFlashConfig.from_dict(config.to_dict())
+        else:
+            source = path if config is None else config
+            raw, _ = DFlashConfig.get_config_dict(source, **hub)
             if raw.get("model_type") == "muse_glimmer_assistant":
                 raise ValueError(
                     "This is a Muse Glimmer assistant, which transformers runs itself: load it with AutoModel and pass "
                     'speculation_type="dflash" to generate().'
                 )
-            config, kwargs = DFlashConfig.from_pretrained(
-                path if config is None else config, return_unused_kwargs=True, **kwargs
-            )
+            config, kwargs = DFlashConfig.from_pretrained(source, return_unused_kwargs=True, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(
             path,
