@@ -1,0 +1,27 @@
+# `make demo` and `make test` set up .venv by themselves; an existing .venv is kept and added to.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint clean
+.NOTPARALLEL:  # two pips in one environment would collide
+
+demo: .venv/.installed-demo
+	$(BIN)/python examples/quickstart.py
+
+test: lint .venv/.installed-test
+	$(BIN)/python -m pytest tests
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check
+
+# One stamp for each extra of pyproject.toml: the install runs again only when one of these files changes.
+.venv/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+$(BIN)/pip:
+	$(PYTHON) -m venv .venv
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .venv/.installed-*
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

