@@ -8,7 +8,7 @@ BIN := .venv/bin
 demo: .venv/.installed-demo
 	$(BIN)/python examples/quickstart.py
 
-test: lint .venv/.installed-test
+test: lint .venv/.installed-test .venv/.installed-peer
 	$(BIN)/python -m pytest tests
 
 lint: .venv/.installed-dev
@@ -17,6 +17,11 @@ lint: .venv/.installed-dev
 # One stamp for each extra of pyproject.toml: the install runs again only when one of these files changes.
 .venv/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+# The reference implementation that the tests compare with; its own requirements would replace the pinned ones.
+.venv/.installed-peer: | .venv/.installed-test
+	$(BIN)/python -m pip install --no-deps dflash==0.1.0
 	touch $@
 
 $(BIN)/pip:

@@ -6,6 +6,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+
+# On tiny tensors a second thread only spins, and next to any other process it makes them a hundred times slower.
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def all_cores():
+    """For tests on the real model."""
+    torch.set_num_threads(os.cpu_count())
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

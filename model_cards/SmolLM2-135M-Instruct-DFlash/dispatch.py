@@ -45,7 +45,9 @@ def _validate(original: Callable, target, generation_mode, generation_config, ge
     return original(target, generation_mode, generation_config, others)
 
 
-def _candidate_generator(original: Callable, target, generation_config, *args, assistant_model=None, **kwargs):
+def _candidate_generator(
+    original: Callable, target, generation_config, *args, assistant_model=None, **kwargs
+):
     if not _is_drafter(assistant_model, generation_config):
         return original(target, generation_config, *args, assistant_model=assistant_model, **kwargs)
     return assistant_model.candidate_generator(
@@ -77,7 +79,13 @@ def install(owner: str = __name__) -> None:
     """
     state = GenerationMixin.__dict__.get(_STATE)
     if state is None:
-        state = {"protocol": PROTOCOL, "handlers": dict(_HANDLERS), "owners": set(), "wrappers": {}, "originals": {}}
+        state = {
+            "protocol": PROTOCOL,
+            "handlers": dict(_HANDLERS),
+            "owners": set(),
+            "wrappers": {},
+            "originals": {},
+        }
         for name in _HANDLERS:
             state["originals"][name] = GenerationMixin.__dict__[name]
             state["wrappers"][name] = _wrap(name, state["originals"][name], state)
@@ -95,7 +103,9 @@ def remove(owner: str = __name__) -> None:
     if state is None:
         return
     state["owners"].discard(owner)
-    ours_on_top = all(GenerationMixin.__dict__[name] is wrapper for name, wrapper in state["wrappers"].items())
+    ours_on_top = all(
+        GenerationMixin.__dict__[name] is wrapper for name, wrapper in state["wrappers"].items()
+    )
     if not state["owners"] and ours_on_top:
         for name, original in state["originals"].items():
             setattr(GenerationMixin, name, original)

@@ -87,7 +87,10 @@ class DFlashAttention(nn.Module):
         self.is_causal = False  # every mask is explicit; sdpa must not add one of its own
         self.causal = config.layer_causal[layer_idx]
         self.window = config.layer_windows[layer_idx]
-        q_width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        q_width, kv_width = (
+            config.num_attention_heads * self.head_dim,
+            config.num_key_value_heads * self.head_dim,
+        )
         self.q_proj = nn.Linear(config.hidden_size, q_width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
@@ -124,7 +127,11 @@ class DFlashAttention(nn.Module):
         mask = attention_mask
         if mask is None or mask.dim() == 2:
             mask = block_mask(
-                query_positions, k.shape[2], causal=self.causal, window=self.window, padding_mask=attention_mask
+                query_positions,
+                k.shape[2],
+                causal=self.causal,
+                window=self.window,
+                padding_mask=attention_mask,
             )
         implementation = self.config._attn_implementation
         if "flash" in implementation and (mask is not None or self.attention_sink_bias is not None):
@@ -135,7 +142,9 @@ class DFlashAttention(nn.Module):
         if self.attention_sink_bias is not None:
             k, v, mask = self._with_sink(q, k, v, mask)
         elif mask is not None and mask.dtype == torch.bool and implementation == "eager":
-            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, torch.finfo(q.dtype).min)
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(
+                ~mask, torch.finfo(q.dtype).min
+            )
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
         out, _ = attend(self, q, k, v, mask, dropout=dropout, scaling=self.scaling)
@@ -164,7 +173,9 @@ class DFlashDecoderLayer(nn.Module):
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, **attention_inputs) -> torch.Tensor:
-        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **attention_inputs)
+        hidden_states = hidden_states + self.self_attn(
+            self.input_layernorm(hidden_states), **attention_inputs
+        )
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -231,13 +242,19 @@ class DFlashDraftModel(PreTrainedModel):
         super().__init__(config)
         _refuse_other_kinds(config)
         own = own_tensors or {}
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(
+            len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False
+        )
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
-        self.embed_tokens = nn.Embedding(*own["embed_tokens.weight"]) if "embed_tokens.weight" in own else None
-        self.lm_head = nn.Linear(*reversed(own["lm_head.weight"]), bias=False) if "lm_head.weight" in own else None
+        self.embed_tokens = (
+            nn.Embedding(*own["embed_tokens.weight"]) if "embed_tokens.weight" in own else None
+        )
+        self.lm_head = (
+            nn.Linear(*reversed(own["lm_head.weight"]), bias=False) if "lm_head.weight" in own else None
+        )
         self.register_buffer("d2t", torch.zeros(own["d2t"], dtype=torch.long) if "d2t" in own else None)
         self.register_buffer("mask_embedding", None, persistent=False)  # [D]; lives in mask_embedding.pt
         self.generation_config = GenerationConfig()
@@ -274,9 +291,17 @@ class DFlashDraftModel(PreTrainedModel):
         block = noise_embeds.to(self.dtype)
         context = self.hidden_norm(self.fc(context_hidden_states.to(self.dtype)))  # [B, S, D]
         if position_ids is None:
-            past = 0 if cache is None else cache.length if isinstance(cache, DFlashContextCache) else cache.get_seq_length()
+            past = (
+                0
+                if cache is None
+                else cache.length
+                if isinstance(cache, DFlashContextCache)
+                else cache.get_seq_length()
+            )
             new = context.shape[1] + block.shape[1]
-            position_ids = torch.arange(past, past + new, device=block.device)[None].expand(block.shape[0], -1)
+            position_ids = torch.arange(past, past + new, device=block.device)[None].expand(
+                block.shape[0], -1
+            )
         inputs = {
             "context": context,
             "position_embeddings": self.rotary_emb(block, position_ids),
@@ -297,7 +322,12 @@ class DFlashDraftModel(PreTrainedModel):
         module = target_embeddings if self.embed_tokens is None else self.embed_tokens
         weight = getattr(module, "weight", None)
         ids = ids.to(weight.device if weight is not None and weight.device.type != "meta" else ids.device)
-        if weight is not None and weight.is_floating_point() and weight.dim() == 2 and weight.device.type != "meta":
+        if (
+            weight is not None
+            and weight.is_floating_point()
+            and weight.dim() == 2
+            and weight.device.type != "meta"
+        ):
             embeds = nn.functional.embedding(ids, weight)
         else:  # quantized or offloaded: only the module can read its own table, so undo the scale it applies
             embeds = module(ids)
@@ -310,7 +340,9 @@ class DFlashDraftModel(PreTrainedModel):
         scale = self.config.option("input_embedding_scale", 1.0)
         return embeds if scale == 1.0 else embeds * scale
 
-    def compute_logits(self, hidden: torch.Tensor, target_head: nn.Module | None, vocab_size: int) -> torch.Tensor:
+    def compute_logits(
+        self, hidden: torch.Tensor, target_head: nn.Module | None, vocab_size: int
+    ) -> torch.Tensor:
         """Logits `[B, n, vocab_size]` of block slots `[B, n, D]`, through the drafter's own head or the target's.
 
         A reduced draft vocabulary is spread to the target's size: draft id i stands for target id `i + d2t[i]`, ids
@@ -335,7 +367,9 @@ class DFlashDraftModel(PreTrainedModel):
 
     # -- what the hook in transformers asks -----------------------------------------------------------------------------
 
-    def check_target(self, target: PreTrainedModel, generation_config=None, generation_kwargs: dict | None = None):
+    def check_target(
+        self, target: PreTrainedModel, generation_config=None, generation_kwargs: dict | None = None
+    ):
         """Refuse, before any token, a target or a request that this drafter cannot serve.
 
         Raises:
@@ -362,7 +396,11 @@ class DFlashDraftModel(PreTrainedModel):
                 f"The drafter reads target layers {config.target_layer_ids}, the target has layers 0 to "
                 f"{text.num_hidden_layers - 1}; use the drafter of this target."
             )
-        borrows = [name for name, own in (("embedding table", self.embed_tokens), ("LM head", self.lm_head)) if own is None]
+        borrows = [
+            name
+            for name, own in (("embedding table", self.embed_tokens), ("LM head", self.lm_head))
+            if own is None
+        ]
         if borrows and config.hidden_size != text.hidden_size:
             raise ValueError(
                 f"The drafter is {config.hidden_size} wide and would borrow the target's {' and '.join(borrows)}, "
@@ -407,7 +445,9 @@ class DFlashDraftModel(PreTrainedModel):
     # -- files ------------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs) -> "DFlashDraftModel":
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs
+    ) -> "DFlashDraftModel":
         """Load a drafter in z-lab's layout from a folder or the Hub; arguments as in transformers.
 
         Raises:
@@ -428,7 +468,9 @@ class DFlashDraftModel(PreTrainedModel):
             )
 
         if isinstance(config, PreTrainedConfig):
-            if not isinstance(config, DFlashConfig):  # another copy's class, or the Qwen3Config that the file calls itself
+            if not isinstance(
+                config, DFlashConfig
+            ):  # another copy's class, or the Qwen3Config that the file calls itself
                 config = DFlashConfig.from_dict(config.to_dict())
         else:
             source = path if config is None else config
@@ -446,8 +488,16 @@ class DFlashDraftModel(PreTrainedModel):
             config=config,
             own_tensors=_own_tensor_shapes(find),
             output_loading_info=True,
-            **kwargs,
+            **kwargs | {"ignore_mismatched_sizes": True},  # refused below, by name
         )
+        if info["mismatched_keys"]:
+            sizes = [
+                f"{key}: {list(got)} in the file, {list(want)} by config.json"
+                for key, got, want in info["mismatched_keys"]
+            ]
+            raise ValueError(
+                f"The checkpoint {path} does not match its config.json: {'; '.join(sorted(sizes))}."
+            )
         for problem in ("missing_keys", "unexpected_keys"):
             if info[problem]:
                 raise ValueError(
@@ -456,7 +506,8 @@ class DFlashDraftModel(PreTrainedModel):
                 )
         if (file := find("mask_embedding.pt")) is not None:
             saved = torch.load(file, map_location="cpu", weights_only=True)
-            model.mask_embedding = saved["embedding"].flatten().to(model.device, model.dtype)
+            embedding = saved["embedding"] if isinstance(saved, dict) else saved
+            model.mask_embedding = embedding.flatten().to(model.device, model.dtype)
         if find(GENERATION_CONFIG_NAME) is not None:
             model.generation_config = GenerationConfig.from_pretrained(path, **hub)
         return (model, info) if wants_info else model

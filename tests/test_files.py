@@ -1,0 +1,219 @@
+"""Drafter folders: written, read back, read by transformers alone, and refused when damaged."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from drafters import make_drafter
+from safetensors.torch import load_file, save_file
+from targets import HIDDEN, MASK, VOCAB, make_target, prompt_ids
+
+from dflash_hf import DFlashDraftModel
+
+ROOT = Path(__file__).resolve().parents[1]
+CARD = ROOT / "model_cards" / "SmolLM2-135M-Instruct-DFlash"
+
+
+def run_python(code: str, *args, **env) -> str:
+    """Run `code` in a fresh process with no way to import dflash_hf from the repository."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=os.environ | env,
+        cwd="/",
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+WITHOUT_US = "import sys; sys.modules['dflash_hf'] = None\n"
+
+
+def test_everything_survives_saving(tmp_path):
+    drafter = make_drafter(
+        own_tensors={"lm_head.weight": [20, HIDDEN], "d2t": [20], "embed_tokens.weight": [VOCAB, HIDDEN]},
+        layer_types=["sliding_attention", "full_attention"], sliding_window=5, draft_vocab_size=20,
+        dflash_config={"add_swa_attention_sink_bias": True, "input_embedding_scale": 2.0},
+    )  # fmt: skip
+    drafter.d2t.copy_(torch.arange(20))
+    drafter.mask_embedding = torch.randn(HIDDEN)
+    drafter.generation_config.num_assistant_tokens = 2
+    drafter.generation_config.assistant_confidence_threshold = 0.3
+    drafter.save_pretrained(tmp_path)
+    again = DFlashDraftModel.from_pretrained(tmp_path)
+    assert set(again.state_dict()) == set(drafter.state_dict())
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    assert torch.equal(again.mask_embedding, drafter.mask_embedding)
+    assert again.config.to_diff_dict() == drafter.config.to_diff_dict()
+    assert again.generation_config.num_assistant_tokens == 2
+    assert again.generation_config.assistant_confidence_threshold == 0.3
+    assert not any("mask_embedding" in name for name in load_file(tmp_path / "model.safetensors"))
+
+
+def test_unset_knobs_mean_the_full_block(tmp_path):
+    make_drafter().save_pretrained(tmp_path)
+    config = DFlashDraftModel.from_pretrained(tmp_path).generation_config
+    assert config.num_assistant_tokens is None and config.assistant_confidence_threshold is None
+
+
+def test_the_layout_is_z_labs(tmp_path):
+    make_drafter(num_hidden_layers=5, target_layer_ids=[0, 1, 2, 3, 4]).to(torch.bfloat16).save_pretrained(
+        tmp_path
+    )
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["architectures"] == ["DFlashDraftModel"] and raw["model_type"] == "qwen3"
+    assert (
+        raw["dflash_config"]["mask_token_id"] == MASK
+        and raw["block_size"] == raw["dflash_config"]["block_size"] == 4
+    )
+    assert raw["dflash_config"]["target_layer_ids"] == [0, 1, 2, 3, 4]
+    assert raw["rope_theta"] == raw["rope_parameters"]["rope_theta"] and raw["dtype"] == "bfloat16"
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert len(tensors) == 58 and {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    assert not any("embed" in name or "lm_head" in name for name in tensors)
+
+
+def test_transformers_alone_loads_generates_saves_and_loads_again(tmp_path):
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    target.save_pretrained(tmp_path / "target")
+    make_drafter().save_pretrained(tmp_path / "drafter")
+    expected = target.generate(ids, do_sample=False, max_new_tokens=16)[0].tolist()
+    out = run_python(
+        WITHOUT_US
+        + """
+import json, torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+folder, ids = sys.argv[1], torch.tensor([json.loads(sys.argv[2])])
+target = AutoModelForCausalLM.from_pretrained(folder + "/target")
+assert type(AutoConfig.from_pretrained(folder + "/drafter", trust_remote_code=True)).__name__ == "DFlashConfig"
+drafter = AutoModel.from_pretrained(folder + "/drafter", trust_remote_code=True)
+assert type(drafter).__module__.startswith("transformers_modules")
+texts = [target.generate(ids, do_sample=False, max_new_tokens=16, assistant_model=drafter)[0].tolist()]
+assert drafter.last_run.tokens == 16
+drafter.save_pretrained(folder + "/again")
+for auto in (AutoModel, AutoModelForCausalLM):
+    again = auto.from_pretrained(folder + "/again", trust_remote_code=True)
+    assert type(again).__name__ == "DFlashDraftModel", type(again)
+    assert all(torch.equal(a, b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values()))
+    texts.append(target.generate(ids, do_sample=False, max_new_tokens=16, assistant_model=again)[0].tolist())
+print(json.dumps(texts))
+""",
+        tmp_path, json.dumps(ids[0].tolist()), HF_HOME=str(tmp_path / "cache"),
+    )  # fmt: skip
+    assert json.loads(out.splitlines()[-1]) == [expected] * 3
+
+
+def test_package_and_remote_code_in_one_process(tmp_path):
+    from transformers import AutoModel
+
+    target, ids, drafter = make_target("llama"), prompt_ids(length=9), make_drafter()
+    drafter.save_pretrained(tmp_path)
+    remote = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
+    assert type(remote) is not DFlashDraftModel
+    texts = [
+        target.generate(ids, do_sample=False, max_new_tokens=16, assistant_model=d).tolist()
+        for d in (drafter, remote)
+    ]
+    assert texts[0] == texts[1] and remote.last_run.accepted == drafter.last_run.accepted
+
+
+def test_the_code_in_the_card_is_the_code_of_the_package():
+    for source in (ROOT / "dflash_hf" / "drafter").glob("*.py"):
+        if source.name != "__init__.py":
+            assert (CARD / source.name).read_text() == source.read_text(), (
+                f"save the drafter anew: {source.name} differs"
+            )
+
+
+def damage_missing(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def damage_unknown(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        tensors | {"layers.0.mystery.weight": torch.zeros(2)},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
+def damage_shape(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit(**changes):
+    def change(folder):
+        raw = json.loads((folder / "config.json").read_text())
+        for key, value in changes.items():
+            raw[key] = value
+        (folder / "config.json").write_text(json.dumps(raw))
+
+    return change
+
+
+DAMAGED = {
+    "missing tensor": (damage_missing, r"missing keys.*layers\.1\.mlp\.up_proj\.weight"),
+    "unknown tensor": (damage_unknown, r"unexpected keys.*layers\.0\.mystery\.weight"),
+    "wrong shape": (damage_shape, r"fc\.weight: \[32, 95\] in the file, \[32, 96\]"),
+    "DFlash 2": (edit(architectures=["DFlash2DraftModel"]), "DFlash 2"),
+    "Muse assistant": (edit(model_type="muse_glimmer_assistant"), "Muse Glimmer"),
+    "speculators": (edit(speculators_model_type="dflash"), "speculators layout"),
+    "no mask token": (edit(dflash_config={"target_layer_ids": [1, 3, 4]}), "names no mask token"),
+    "no layers": (edit(dflash_config={"mask_token_id": 5}, num_target_layers=None), "target_layer_ids"),
+    "no window": (edit(layer_types=["sliding_attention"] * 2), "sliding_window"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_and_foreign_checkpoints_are_refused(case, tmp_path):
+    make_drafter().save_pretrained(tmp_path)
+    damage, message = DAMAGED[case]
+    damage(tmp_path)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        DFlashDraftModel.from_pretrained(tmp_path)
+
+
+def test_old_transformers_gives_one_clear_error():
+    code = """
+import sys; sys.path.insert(0, sys.argv[1])
+import transformers; transformers.__version__ = "5.23.1"
+import dflash_hf
+try:
+    dflash_hf.DFlashDraftModel
+except ImportError as error:
+    print(error)
+"""
+    assert "need transformers >= 5.24, found 5.23.1" in run_python(code, ROOT)
+
+
+def test_import_is_light():
+    """No transformers module that `import transformers` leaves out may come with `import dflash_hf`."""
+    code = """
+import sys; sys.path.insert(0, sys.argv[1])
+import torch, transformers
+before = set(sys.modules)
+import dflash_hf
+print(sorted(set(sys.modules) - before))
+"""
+    assert run_python(code, ROOT).strip() == "['dflash_hf']"
+
+
+def test_saving_into_the_folder_it_came_from(tmp_path):
+    make_drafter().save_pretrained(tmp_path / "a")
+    drafter = DFlashDraftModel.from_pretrained(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    drafter.save_pretrained(tmp_path / "a")
+    for file in (tmp_path / "b").iterdir():
+        assert (tmp_path / "a" / file.name).read_bytes() == file.read_bytes()
