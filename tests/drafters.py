@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import torch
-from targets import HIDDEN, MASK, NUM_LAYERS, VOCAB
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
+from targets import HIDDEN, MASK, NUM_LAYERS, VOCAB
 
 BLOCK = 4
 

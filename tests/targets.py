@@ -142,18 +142,14 @@ _VISION = {
 _QUERIES = ("q_proj.weight", "qkv_proj.weight", "query_key_value.weight", "c_attn.weight")
 
 
-def make_target(
-    family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides
-) -> PreTrainedModel:
+def make_target(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> PreTrainedModel:
     """A tiny random target in eval mode.
 
     `overrides` go to the (text) config, e.g. `num_hidden_layers=8`, `sliding_window=None`, `eos_token_id=9`;
     `attn_implementation` and `experts_implementation` choose kernels. The caller's RNG is left as it was.
     """
     config_name, model_name, changes = _TABLE[family]
-    kernels = {
-        k: overrides.pop(k) for k in ("attn_implementation", "experts_implementation") if k in overrides
-    }
+    kernels = {k: overrides.pop(k) for k in ("attn_implementation", "experts_implementation") if k in overrides}
     if dtype == torch.float64:
         kernels.setdefault("experts_implementation", "eager")  # grouped_mm takes no float64
     fields = copy.deepcopy({**COMMON, **changes, **overrides})  # a config changes the dicts it is given

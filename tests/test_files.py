@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafters import make_drafter
 from safetensors.torch import load_file, save_file
-from targets import HIDDEN, MASK, VOCAB, make_target, prompt_ids
 
 from dflash_hf import DFlashDraftModel
+from drafters import make_drafter
+from targets import HIDDEN, MASK, VOCAB, make_target, prompt_ids
 
 ROOT = Path(__file__).resolve().parents[1]
 CARD = ROOT / "model_cards" / "SmolLM2-135M-Instruct-DFlash"
@@ -64,14 +64,11 @@ def test_unset_knobs_mean_the_full_block(tmp_path):
 
 
 def test_the_layout_is_z_labs(tmp_path):
-    make_drafter(num_hidden_layers=5, target_layer_ids=[0, 1, 2, 3, 4]).to(torch.bfloat16).save_pretrained(
-        tmp_path
-    )
+    make_drafter(num_hidden_layers=5, target_layer_ids=[0, 1, 2, 3, 4]).to(torch.bfloat16).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["architectures"] == ["DFlashDraftModel"] and raw["model_type"] == "qwen3"
     assert (
-        raw["dflash_config"]["mask_token_id"] == MASK
-        and raw["block_size"] == raw["dflash_config"]["block_size"] == 4
+        raw["dflash_config"]["mask_token_id"] == MASK and raw["block_size"] == raw["dflash_config"]["block_size"] == 4
     )
     assert raw["dflash_config"]["target_layer_ids"] == [0, 1, 2, 3, 4]
     assert raw["rope_theta"] == raw["rope_parameters"]["rope_theta"] and raw["dtype"] == "bfloat16"
@@ -118,8 +115,7 @@ def test_package_and_remote_code_in_one_process(tmp_path):
     remote = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
     assert type(remote) is not DFlashDraftModel
     texts = [
-        target.generate(ids, do_sample=False, max_new_tokens=16, assistant_model=d).tolist()
-        for d in (drafter, remote)
+        target.generate(ids, do_sample=False, max_new_tokens=16, assistant_model=d).tolist() for d in (drafter, remote)
     ]
     assert texts[0] == texts[1] and remote.last_run.accepted == drafter.last_run.accepted
 

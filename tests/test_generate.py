@@ -4,10 +4,11 @@ import threading
 
 import pytest
 import torch
-from drafters import BLOCK, HITS, make_drafter, oracle
-from targets import FAMILIES, PAD, VOCAB, WINDOW, make_target, prompt_ids, vlm_inputs
 from transformers import TextIteratorStreamer, TextStreamer
 from transformers.generation import LogitsProcessor, StoppingCriteria
+
+from drafters import BLOCK, HITS, make_drafter, oracle
+from targets import FAMILIES, PAD, VOCAB, WINDOW, make_target, prompt_ids, vlm_inputs
 
 NEW = 24
 
@@ -60,9 +61,7 @@ def test_eos_at_every_position_of_a_block(hit):
     for at in range(7, 7 + 2 * BLOCK + 2):
         stop = dict(eos_token_id=[text[at], VOCAB - 1], pad_token_id=PAD)
         expected = plain(target, {"input_ids": ids}, max_new_tokens=3 * BLOCK, **stop)
-        out = plain(
-            target, {"input_ids": ids}, max_new_tokens=3 * BLOCK, assistant_model=oracle(text, hit), **stop
-        )
+        out = plain(target, {"input_ids": ids}, max_new_tokens=3 * BLOCK, assistant_model=oracle(text, hit), **stop)
         assert out.tolist() == expected.tolist()
 
 
@@ -82,9 +81,7 @@ GREEDY_OPTIONS = {
     "repetition_penalty": {"repetition_penalty": 1.4},
     "no_repeat_ngram": {"no_repeat_ngram_size": 2},
     "bad_words": {"bad_words_ids": [[9], [11, 12], [20]]},
-    "prefix_allowed": {
-        "prefix_allowed_tokens_fn": lambda batch, ids: list(range(8 + len(ids) % 2, VOCAB, 2))
-    },
+    "prefix_allowed": {"prefix_allowed_tokens_fn": lambda batch, ids: list(range(8 + len(ids) % 2, VOCAB, 2))},
     "custom_processor": {"logits_processor": [NoSeven()]},
     "min_new_tokens": {"min_new_tokens": 10, "eos_token_id": [13, 21, 30], "pad_token_id": PAD},
     "suppress": {"suppress_tokens": [9, 10, 11, 12, 13, 14, 15]},
@@ -100,14 +97,10 @@ def test_options_that_change_greedy_text(family, option):
     expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW, **GREEDY_OPTIONS[option])
     for hit in HITS:
         drafter = oracle(expected[0].tolist(), hit)
-        out = plain(
-            target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter, **GREEDY_OPTIONS[option]
-        )
+        out = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter, **GREEDY_OPTIONS[option])
         assert out.tolist() == expected.tolist()
         if hit == "always":
-            assert (
-                drafter.last_run.tau > 2
-            )  # the drafts went through the processors, or were not hurt by them
+            assert drafter.last_run.tau > 2  # the drafts went through the processors, or were not hurt by them
 
 
 def test_a_stopping_criterion_ends_the_text_at_the_end_of_a_block():
@@ -175,10 +168,7 @@ def test_knobs_on_the_generation_config():
     for drafts in (1, 2, BLOCK - 1, 50):
         drafter = oracle(text[0].tolist(), "always")
         drafter.generation_config.num_assistant_tokens = drafts
-        assert (
-            plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter).tolist()
-            == text.tolist()
-        )
+        assert plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter).tolist() == text.tolist()
         assert drafter.last_run.cycles == -(-(NEW - 1) // (min(drafts, BLOCK - 1) + 1))
 
     class Unsure(type(drafter)):
@@ -192,10 +182,7 @@ def test_knobs_on_the_generation_config():
     drafter = make_drafter(cls=Unsure)
     drafter.text, drafter.hit = text[0].tolist(), HITS["always"]
     drafter.generation_config.assistant_confidence_threshold = 0.5
-    assert (
-        plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter).tolist()
-        == text.tolist()
-    )
+    assert plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter).tolist() == text.tolist()
     assert len(drafter.last_run.offered) == 1 and drafter.last_run.acceptance_by_position == [1.0]
     drafter.generation_config.assistant_confidence_threshold = None
     plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter)
@@ -206,10 +193,7 @@ def test_drafter_in_another_dtype():
     target, ids = make_target("llama"), prompt_ids(length=9)
     expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW)
     drafter = make_drafter().to(torch.bfloat16)
-    assert (
-        plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter).tolist()
-        == expected.tolist()
-    )
+    assert plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter).tolist() == expected.tolist()
 
 
 def test_only_the_needed_hidden_states_are_captured():
@@ -276,9 +260,7 @@ def test_two_threads_share_one_drafter():
     results, tokens = [None] * 4, [None] * 4
 
     def work(i):
-        results[i] = plain(
-            target, {"input_ids": prompts[i]}, max_new_tokens=NEW - i, assistant_model=drafter
-        ).tolist()
+        results[i] = plain(target, {"input_ids": prompts[i]}, max_new_tokens=NEW - i, assistant_model=drafter).tolist()
         tokens[i] = drafter.last_run.tokens
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
@@ -338,8 +320,6 @@ def test_sampling_runs_and_repeats_with_its_seed(sampling):
     for _ in range(2):
         torch.manual_seed(5)
         outs.append(
-            target.generate(
-                ids, do_sample=True, max_new_tokens=NEW, assistant_model=drafter, **sampling
-            ).tolist()
+            target.generate(ids, do_sample=True, max_new_tokens=NEW, assistant_model=drafter, **sampling).tolist()
         )
     assert outs[0] == outs[1] and len(outs[0][0]) == 9 + NEW

@@ -4,14 +4,14 @@ import importlib.util
 
 import pytest
 import torch
-from drafters import drafter_config, make_drafter
-from reference import reference_block_embeds, reference_draft_hidden, reference_logits, target_layer_ids
-from targets import HIDDEN, MASK, VOCAB, make_target, prompt_ids
 from transformers import Qwen3Config
 from transformers.cache_utils import DFlashCache
 
 from dflash_hf import DFlashConfig
 from dflash_hf.drafter.cache import DFlashContextCache
+from drafters import drafter_config, make_drafter
+from reference import reference_block_embeds, reference_draft_hidden, reference_logits, target_layer_ids
+from targets import HIDDEN, MASK, VOCAB, make_target, prompt_ids
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
@@ -62,9 +62,8 @@ def walk(drafter, features, block_embeds, cuts, cache):
     """Feed the context in pieces that end at `cuts`, one drafter pass each; the last block's hidden states."""
     start = 0
     for stop in cuts:
-        if isinstance(cache, DFlashCache):
-            if start:
-                cache.crop(-len(block_embeds))
+        if isinstance(cache, DFlashCache) and start:
+            cache.crop(-len(block_embeds))
         if cache is not None:
             cache.set_previous_accepted_tokens(stop - start)
         positions = torch.arange(start, stop + len(block_embeds))[None]
@@ -102,9 +101,7 @@ def test_hidden_states_equal_the_reference(variant, implementation):
     if isinstance(caches["stock cache"][0], DFlashCache):
         caches["stock cache"][0].activate_past_recording()
     for name, (cache, cuts) in caches.items():
-        torch.testing.assert_close(
-            walk(drafter, features, block, cuts, cache), expected, atol=1e-5, rtol=0, msg=name
-        )
+        torch.testing.assert_close(walk(drafter, features, block, cuts, cache), expected, atol=1e-5, rtol=0, msg=name)
 
 
 # A wrong reading of each variant, as somebody could make it: the reference must see it.
@@ -160,9 +157,7 @@ def test_logits_and_embeddings_equal_the_reference():
             with torch.no_grad():
                 embeds = drafter.embed_block(ids, embeddings)[0]
                 logits = drafter.compute_logits(hidden, head, VOCAB)[0]
-            torch.testing.assert_close(
-                embeds, reference_block_embeds(state, config, table, ids[0], mask_embedding)
-            )
+            torch.testing.assert_close(embeds, reference_block_embeds(state, config, table, ids[0], mask_embedding))
             torch.testing.assert_close(logits, reference_logits(state, config, hidden[0], head.weight.data))
             assert logits.shape == (3, VOCAB)
 
@@ -180,9 +175,7 @@ def test_config_spellings():
         assert again.to_dict() == config.to_dict()
     for layers in (1, 3, 5, 8):
         for target_layers in (12, 30, 36, 64):
-            config = drafter_config(
-                num_hidden_layers=layers, num_target_layers=target_layers, target_layer_ids=None
-            )
+            config = drafter_config(num_hidden_layers=layers, num_target_layers=target_layers, target_layer_ids=None)
             raw = {"num_hidden_layers": layers, "num_target_layers": target_layers}
             assert config.target_layer_ids == target_layer_ids(raw)
     for rope in ({"rope_theta": 7000.0}, {"rope_parameters": {"rope_theta": 7000.0, "rope_type": "default"}}):
@@ -190,9 +183,7 @@ def test_config_spellings():
     old = DFlashConfig.from_dict({"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
     assert old.rope_parameters == {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0}
     assert DFlashConfig.from_dict(old.to_dict()).rope_parameters == old.rope_parameters
-    raw_window = DFlashConfig.from_dict(
-        {"num_hidden_layers": 1, "layer_types": [SLIDING], "sliding_window": 9}
-    )
+    raw_window = DFlashConfig.from_dict({"num_hidden_layers": 1, "layer_types": [SLIDING], "sliding_window": 9})
     assert raw_window.layer_windows == [9]  # use_sliding_window is false and has no say
 
 

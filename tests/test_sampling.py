@@ -1,4 +1,4 @@
-"""Sampling keeps the target's distribution: chi-square of generated pairs against the exact product distribution."""
+"""Sampling keeps the target's distribution: chi-square of generated pairs against the exact product."""
 
 import pytest
 import torch
@@ -12,15 +12,11 @@ V, RUNS, PROMPT = 4, 1500, [[1, 2, 0]]
 
 
 def tiny_pair():
-    sizes = dict(
-        vocab_size=V, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1
-    )
+    sizes = dict(vocab_size=V, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         target = LlamaForCausalLM(
-            LlamaConfig(
-                **sizes, num_hidden_layers=2, initializer_range=0.5, eos_token_id=None, bos_token_id=None
-            )
+            LlamaConfig(**sizes, num_hidden_layers=2, initializer_range=0.5, eos_token_id=None, bos_token_id=None)
         ).eval()
         drafter = DFlashDraftModel(
             DFlashConfig(
@@ -31,7 +27,7 @@ def tiny_pair():
                 block_size=3,
                 mask_token_id=3,
                 initializer_range=0.5,
-            )  # fmt: skip
+            )
         ).eval()
     return target, drafter
 
@@ -65,9 +61,7 @@ def p_value(target, drafter, **settings):
     counts = torch.zeros(V * V, dtype=torch.double)
     ids = torch.tensor(PROMPT)
     for _ in range(RUNS):
-        out = target.generate(
-            ids, do_sample=True, max_new_tokens=4, assistant_model=drafter, top_k=0, **settings
-        )
+        out = target.generate(ids, do_sample=True, max_new_tokens=4, assistant_model=drafter, top_k=0, **settings)
         counts[out[0, 4] * V + out[0, 5]] += 1
     expected = exact_pairs(target, **settings) * RUNS
     assert counts[expected == 0].sum() == 0

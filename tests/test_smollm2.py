@@ -26,9 +26,7 @@ def drafter():
 
 def encode(tokenizer, text):
     chat = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 
 
 def assert_same_text(target, tokenizer, drafter, prompts, new_tokens):
@@ -37,9 +35,7 @@ def assert_same_text(target, tokenizer, drafter, prompts, new_tokens):
         inputs = encode(tokenizer, prompt)
         settings = dict(do_sample=False, max_new_tokens=new_tokens)
         expected = target.generate(**inputs, **settings)
-        assert target.generate(**inputs, **settings, assistant_model=drafter).tolist() == expected.tolist(), (
-            prompt
-        )
+        assert target.generate(**inputs, **settings, assistant_model=drafter).tolist() == expected.tolist(), prompt
         tokens, cycles = tokens + drafter.last_run.tokens - 1, cycles + drafter.last_run.cycles
     return tokens / cycles
 
@@ -82,9 +78,7 @@ def test_greedy_drafts_equal_pypi_dflash_on_real_hidden_states(smollm2, drafter)
             block[0, 0] = ids[0, anchor]
             positions = torch.arange(anchor + drafter.config.block_size)[None]
             theirs = peer(positions, noise_embedding=table(block), target_hidden=context[:, :anchor])
-            ours = drafter(
-                drafter.embed_block(block, table), context[:, :anchor], positions
-            ).last_hidden_state
+            ours = drafter(drafter.embed_block(block, table), context[:, :anchor], positions).last_hidden_state
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
             drafts = drafter.compute_logits(ours[:, 1:], head, drafter.config.vocab_size).argmax(-1)
             assert drafts.tolist() == peer.compute_logits(theirs[:, 1:], head).argmax(-1).tolist()

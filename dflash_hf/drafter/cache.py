@@ -33,9 +33,7 @@ class DFlashContextCache:
         self._past = self.length
         self.length += number_of_accepted_tokens
 
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new K/V `[B, H_kv, context + block, head_dim]`; return all K and V `[B, H_kv, total, head_dim]`."""
         past, total = self._past, self._past + keys.shape[2]
         buffer = self._buffers[layer_idx]

@@ -151,9 +151,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.processors = [p for p in logits_processor or () if isinstance(p, MEMORYLESS + READS_HISTORY)]
         self.slot_by_slot = any(isinstance(p, READS_HISTORY) for p in self.processors)
         wanted = drafter.generation_config.num_assistant_tokens
-        self.num_drafts = (
-            drafter.config.num_drafts if wanted is None else min(wanted, drafter.config.num_drafts)
-        )
+        self.num_drafts = drafter.config.num_drafts if wanted is None else min(wanted, drafter.config.num_drafts)
         self.threshold = drafter.generation_config.assistant_confidence_threshold or 0.0
 
         cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
@@ -177,7 +175,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         n_last_matches=0,
         **kwargs,
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """Return `input_ids` `[1, n]` with drafts appended `[1, n + g]`, and the logits `[1, g, V]` they were drawn from.
+        """Return `input_ids` `[1, n]` with g drafts appended, and the logits `[1, g, V]` they were drawn from.
 
         The logits are float32 and None when nothing was sampled (greedy) or nothing is offered (g = 0).
         """
@@ -209,9 +207,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         block = input_ids.new_full((1, config.block_size), config.mask_token_id)
         block[:, 0] = input_ids[:, -1]  # the anchor
         num_context = context.shape[1]
-        positions = torch.arange(
-            self.position, self.position + num_context + config.block_size, device=context.device
-        )
+        positions = torch.arange(self.position, self.position + num_context + config.block_size, device=context.device)
         self.context_cache.set_previous_accepted_tokens(num_context)
         self.position += num_context
         hidden = drafter(
@@ -220,9 +216,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             position_ids=positions[None],
             cache=self.context_cache,
         ).last_hidden_state
-        first = (
-            config.block_size - config.num_drafts
-        )  # the slot of the first draft: 1, or 0 with sample_from_anchor
+        first = config.block_size - config.num_drafts  # the slot of the first draft: 1, or 0 with sample_from_anchor
         logits = drafter.compute_logits(hidden[:, first : first + limit], self.target_head, self.vocab_size)
         logits = logits.to(input_ids.device)
         if self.do_sample or self.processors:

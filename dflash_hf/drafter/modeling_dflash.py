@@ -4,6 +4,8 @@ Shapes: B sequences, S new context positions, L tokens in the block, D the draft
 F context features a position, V the target's vocabulary.
 """
 
+from .dispatch import PROTOCOL, install  # isort: skip  (first: it refuses a transformers that is too old)
+
 import json
 import os
 import shutil
@@ -12,12 +14,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-
-from .dispatch import PROTOCOL, install  # first: it refuses a transformers that is too old
-from .cache import DFlashContextCache  # noqa: I001
-from .candidates import DFlashCandidateGenerator, DFlashRun, last_run
-from .configuration_dflash import DFlashConfig
-
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -30,6 +26,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+
+from .cache import DFlashContextCache
+from .candidates import DFlashCandidateGenerator, DFlashRun, last_run
+from .configuration_dflash import DFlashConfig
 
 # Tensors that a checkpoint may or may not ship; config.json does not say which, the file does.
 _OWN_TENSORS = ("embed_tokens.weight", "lm_head.weight", "d2t")
@@ -75,7 +75,7 @@ def block_mask(
 
 
 class DFlashAttention(nn.Module):
-    """Queries from the block, keys and values from the context features and the block (paper, section 3: KV injection)."""
+    """Queries from the block, keys and values from the context features and the block (KV injection, paper section 3)."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int):
         super().__init__()
@@ -142,9 +142,7 @@ class DFlashAttention(nn.Module):
         if self.attention_sink_bias is not None:
             k, v, mask = self._with_sink(q, k, v, mask)
         elif mask is not None and mask.dtype == torch.bool and implementation == "eager":
-            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(
-                ~mask, torch.finfo(q.dtype).min
-            )
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, torch.finfo(q.dtype).min)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
         out, _ = attend(self, q, k, v, mask, dropout=dropout, scaling=self.scaling)
@@ -173,9 +171,7 @@ class DFlashDecoderLayer(nn.Module):
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, **attention_inputs) -> torch.Tensor:
-        hidden_states = hidden_states + self.self_attn(
-            self.input_layernorm(hidden_states), **attention_inputs
-        )
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **attention_inputs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -192,7 +188,7 @@ def _refuse_other_kinds(config: DFlashConfig) -> None:
         )
     if config.mask_token_id is None:
         raise ValueError(
-            "config.json names no mask token: expected `dflash_config.mask_token_id` (or a top-level `mask_token_id`). "
+            "config.json names no mask token: expected `dflash_config.mask_token_id` or a top-level `mask_token_id`. "
             "Set it to the id that the drafter was trained with; a wrong one makes it useless without an error."
         )
     if config.target_layer_ids is None:
@@ -242,25 +238,19 @@ class DFlashDraftModel(PreTrainedModel):
         super().__init__(config)
         _refuse_other_kinds(config)
         own = own_tensors or {}
-        self.fc = nn.Linear(
-            len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False
-        )
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
-        self.embed_tokens = (
-            nn.Embedding(*own["embed_tokens.weight"]) if "embed_tokens.weight" in own else None
-        )
-        self.lm_head = (
-            nn.Linear(*reversed(own["lm_head.weight"]), bias=False) if "lm_head.weight" in own else None
-        )
+        self.embed_tokens = nn.Embedding(*own["embed_tokens.weight"]) if "embed_tokens.weight" in own else None
+        self.lm_head = nn.Linear(*reversed(own["lm_head.weight"]), bias=False) if "lm_head.weight" in own else None
         self.register_buffer("d2t", torch.zeros(own["d2t"], dtype=torch.long) if "d2t" in own else None)
         self.register_buffer("mask_embedding", None, persistent=False)  # [D]; lives in mask_embedding.pt
         self.generation_config = GenerationConfig()
         self.post_init()
 
-    # -- the drafter ------------------------------------------------------------------------------------------------
+    # -- the drafter --
 
     def forward(
         self,
@@ -299,9 +289,7 @@ class DFlashDraftModel(PreTrainedModel):
                 else cache.get_seq_length()
             )
             new = context.shape[1] + block.shape[1]
-            position_ids = torch.arange(past, past + new, device=block.device)[None].expand(
-                block.shape[0], -1
-            )
+            position_ids = torch.arange(past, past + new, device=block.device)[None].expand(block.shape[0], -1)
         inputs = {
             "context": context,
             "position_embeddings": self.rotary_emb(block, position_ids),
@@ -322,12 +310,7 @@ class DFlashDraftModel(PreTrainedModel):
         module = target_embeddings if self.embed_tokens is None else self.embed_tokens
         weight = getattr(module, "weight", None)
         ids = ids.to(weight.device if weight is not None and weight.device.type != "meta" else ids.device)
-        if (
-            weight is not None
-            and weight.is_floating_point()
-            and weight.dim() == 2
-            and weight.device.type != "meta"
-        ):
+        if weight is not None and weight.is_floating_point() and weight.dim() == 2 and weight.device.type != "meta":
             embeds = nn.functional.embedding(ids, weight)
         else:  # quantized or offloaded: only the module can read its own table, so undo the scale it applies
             embeds = module(ids)
@@ -340,9 +323,7 @@ class DFlashDraftModel(PreTrainedModel):
         scale = self.config.option("input_embedding_scale", 1.0)
         return embeds if scale == 1.0 else embeds * scale
 
-    def compute_logits(
-        self, hidden: torch.Tensor, target_head: nn.Module | None, vocab_size: int
-    ) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, target_head: nn.Module | None, vocab_size: int) -> torch.Tensor:
         """Logits `[B, n, vocab_size]` of block slots `[B, n, D]`, through the drafter's own head or the target's.
 
         A reduced draft vocabulary is spread to the target's size: draft id i stands for target id `i + d2t[i]`, ids
@@ -365,11 +346,9 @@ class DFlashDraftModel(PreTrainedModel):
         spread[..., ids] = logits
         return spread
 
-    # -- what the hook in transformers asks -----------------------------------------------------------------------------
+    # -- what the hook in transformers asks --
 
-    def check_target(
-        self, target: PreTrainedModel, generation_config=None, generation_kwargs: dict | None = None
-    ):
+    def check_target(self, target: PreTrainedModel, generation_config=None, generation_kwargs: dict | None = None):
         """Refuse, before any token, a target or a request that this drafter cannot serve.
 
         Raises:
@@ -397,9 +376,7 @@ class DFlashDraftModel(PreTrainedModel):
                 f"{text.num_hidden_layers - 1}; use the drafter of this target."
             )
         borrows = [
-            name
-            for name, own in (("embedding table", self.embed_tokens), ("LM head", self.lm_head))
-            if own is None
+            name for name, own in (("embedding table", self.embed_tokens), ("LM head", self.lm_head)) if own is None
         ]
         if borrows and config.hidden_size != text.hidden_size:
             raise ValueError(
@@ -408,7 +385,7 @@ class DFlashDraftModel(PreTrainedModel):
             )
         if self.lm_head is None and target.get_output_embeddings() is None:
             raise ValueError(
-                f"The drafter borrows the target's LM head, but {type(target).__name__}.get_output_embeddings() is None."
+                f"The drafter borrows the target's LM head: {type(target).__name__}.get_output_embeddings() is None."
             )
         if generation_config is not None and generation_config.num_return_sequences > 1:
             raise ValueError(
@@ -424,7 +401,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     @property
     def last_run(self) -> DFlashRun | None:
-        """Figures of the newest generate call with this drafter in this thread (else in any); None before the first."""
+        """Figures of the newest generate call with this drafter in this thread, else in any; None before the first."""
         return last_run(self)
 
     def __getattr__(self, name: str):
@@ -434,7 +411,7 @@ class DFlashDraftModel(PreTrainedModel):
             )
         return super().__getattr__(name)
 
-    # -- embeddings that are usually borrowed ------------------------------------------------------------------------------
+    # -- embeddings that are usually borrowed --
 
     def get_input_embeddings(self) -> nn.Embedding | None:
         return self.embed_tokens
@@ -442,12 +419,10 @@ class DFlashDraftModel(PreTrainedModel):
     def get_output_embeddings(self) -> nn.Linear | None:
         return self.lm_head
 
-    # -- files ------------------------------------------------------------------------------------------------------------
+    # -- files --
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs
-    ) -> "DFlashDraftModel":
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs) -> "DFlashDraftModel":
         """Load a drafter in z-lab's layout from a folder or the Hub; arguments as in transformers.
 
         Raises:
@@ -477,8 +452,8 @@ class DFlashDraftModel(PreTrainedModel):
             raw, _ = DFlashConfig.get_config_dict(source, **hub)
             if raw.get("model_type") == "muse_glimmer_assistant":
                 raise ValueError(
-                    "This is a Muse Glimmer assistant, which transformers runs itself: load it with AutoModel and pass "
-                    'speculation_type="dflash" to generate().'
+                    "This is a Muse Glimmer assistant, which transformers runs itself: load it with AutoModel and "
+                    'pass speculation_type="dflash" to generate().'
                 )
             config, kwargs = DFlashConfig.from_pretrained(source, return_unused_kwargs=True, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
@@ -495,9 +470,7 @@ class DFlashDraftModel(PreTrainedModel):
                 f"{key}: {list(got)} in the file, {list(want)} by config.json"
                 for key, got, want in info["mismatched_keys"]
             ]
-            raise ValueError(
-                f"The checkpoint {path} does not match its config.json: {'; '.join(sorted(sizes))}."
-            )
+            raise ValueError(f"The checkpoint {path} does not match its config.json: {'; '.join(sorted(sizes))}.")
         for problem in ("missing_keys", "unexpected_keys"):
             if info[problem]:
                 raise ValueError(
@@ -513,7 +486,7 @@ class DFlashDraftModel(PreTrainedModel):
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
-        """Write z-lab's layout and, beside it, the code that `trust_remote_code=True` runs; arguments as in transformers.
+        """Write z-lab's layout and beside it the code that `trust_remote_code=True` runs; arguments as in transformers.
 
         The folder loads with transformers alone, and holds what vLLM and SGLang read.
         """

@@ -45,9 +45,7 @@ def _validate(original: Callable, target, generation_mode, generation_config, ge
     return original(target, generation_mode, generation_config, others)
 
 
-def _candidate_generator(
-    original: Callable, target, generation_config, *args, assistant_model=None, **kwargs
-):
+def _candidate_generator(original: Callable, target, generation_config, *args, assistant_model=None, **kwargs):
     if not _is_drafter(assistant_model, generation_config):
         return original(target, generation_config, *args, assistant_model=assistant_model, **kwargs)
     return assistant_model.candidate_generator(
@@ -103,9 +101,7 @@ def remove(owner: str = __name__) -> None:
     if state is None:
         return
     state["owners"].discard(owner)
-    ours_on_top = all(
-        GenerationMixin.__dict__[name] is wrapper for name, wrapper in state["wrappers"].items()
-    )
+    ours_on_top = all(GenerationMixin.__dict__[name] is wrapper for name, wrapper in state["wrappers"].items())
     if not state["owners"] and ours_on_top:
         for name, original in state["originals"].items():
             setattr(GenerationMixin, name, original)
