@@ -75,7 +75,7 @@ def block_mask(
 
 
 class DFlashAttention(nn.Module):
-    """Queries from the block, keys and values from context features and block alike (KV injection, paper section 3)."""
+    """Queries from the block, keys and values from context features and block (KV injection, paper section 3)."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int):
         super().__init__()

@@ -75,7 +75,7 @@ def block_mask(
 
 
 class DFlashAttention(nn.Module):
-    """Queries from the block, keys and values from the context features and the block (KV injection, paper section 3)."""
+    """Queries from the block, keys and values from context features and block (KV injection, paper section 3)."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int):
         super().__init__()
@@ -486,7 +486,7 @@ class DFlashDraftModel(PreTrainedModel):
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
-        """Write z-lab's layout and beside it the code that `trust_remote_code=True` runs; arguments as in transformers.
+        """Write z-lab's layout and beside it the code that `trust_remote_code=True` runs (arguments: transformers).
 
         The folder loads with transformers alone, and holds what vLLM and SGLang read.
         """
