@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct with and without its DFlash drafter: the same text, and what it does to the speed.
 
-Run it with `make demo`, or with `python examples/quickstart.py` where `dflash-hf[demo]` is installed.
+Run it with `make demo`, or after that with `.venv/bin/python examples/quickstart.py`.
 """
 
 import sys
