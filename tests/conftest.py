@@ -38,3 +38,17 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs the data folder {folder}, which is not there")
     return folder
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer():
+    """Every id of the tiny targets' vocabulary is one printable character."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from targets import VOCAB
+
+    tokenizer = Tokenizer(models.WordLevel({chr(48 + i): i for i in range(VOCAB)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

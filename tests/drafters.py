@@ -1,8 +1,10 @@
 """Tiny drafters for the tests: random ones, and ones that are right as often as a test wants."""
 
+import functools
 from collections.abc import Callable
 
 import torch
+from transformers.generation.utils import GenerationMixin
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from targets import HIDDEN, MASK, NUM_LAYERS, VOCAB
@@ -78,3 +80,8 @@ def oracle(text, hit: str, **overrides) -> OracleDrafter:
     drafter = make_drafter(cls=OracleDrafter, **overrides)
     drafter.text, drafter.hit = list(text), HITS[hit]
     return drafter
+
+
+def transformers_loop(drafter):
+    """For `custom_generate=`: transformers' own assisted loop with this drafter's candidate generator."""
+    return functools.partial(GenerationMixin._assisted_decoding.__wrapped__, assistant_model=drafter)

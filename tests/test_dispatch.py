@@ -13,7 +13,7 @@ from dflash_hf.drafter import dispatch
 from drafters import make_drafter
 from targets import NUM_LAYERS, make_target, prompt_ids
 
-NAMES = ("_validate_generation_mode", "_get_candidate_generator")
+NAMES = ("_validate_generation_mode", "_get_candidate_generator", "_assisted_decoding")
 OURS = "dflash_hf.drafter.modeling_dflash"
 
 
@@ -161,6 +161,7 @@ REFUSED = {
     "layers": (lambda: make_drafter(target_layer_ids=[1, NUM_LAYERS]), {}, f"layers 0 to {NUM_LAYERS - 1}"),
     "borrowed width": (
         lambda: make_drafter(hidden_size=64, dflash_config={"target_hidden_size": 32}), {}, "must ship them"),
+    "guidance": (make_drafter, {"guidance_scale": 2.0}, "guidance_scale=2.0"),
     "sequences": (make_drafter, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences must be 1"),
     "tokenizer": (make_drafter, {"assistant_tokenizer": 1, "tokenizer": 2}, "leave out `assistant_tokenizer`"),
 }  # fmt: skip
@@ -183,7 +184,7 @@ def test_encoder_decoder_targets_are_refused():
 
 
 def test_batches_are_refused_for_now():
-    with pytest.raises(ValueError, match="batch"):
+    with pytest.raises(ValueError, match="batch of 2"):
         make_target("llama").generate(ids.repeat(2, 1), max_new_tokens=4, assistant_model=make_drafter())
 
 

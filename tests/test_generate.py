@@ -4,10 +4,11 @@ import threading
 
 import pytest
 import torch
-from transformers import TextIteratorStreamer, TextStreamer
+from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, WatermarkingConfig
 from transformers.generation import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
-from drafters import BLOCK, HITS, make_drafter, oracle
+from drafters import BLOCK, HITS, make_drafter, oracle, transformers_loop
 from targets import FAMILIES, PAD, VOCAB, WINDOW, make_target, prompt_ids, vlm_inputs
 
 NEW = 24
@@ -72,11 +73,6 @@ class NoSeven(LogitsProcessor):
         return scores
 
 
-class StopAt(StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 20)
-
-
 GREEDY_OPTIONS = {
     "repetition_penalty": {"repetition_penalty": 1.4},
     "no_repeat_ngram": {"no_repeat_ngram_size": 2},
@@ -103,18 +99,191 @@ def test_options_that_change_greedy_text(family, option):
             assert drafter.last_run.tau > 2  # the drafts went through the processors, or were not hurt by them
 
 
-def test_a_stopping_criterion_ends_the_text_at_the_end_of_a_block():
-    # transformers' loop looks at criteria after a whole block (its issue 48039).
+@pytest.mark.parametrize("hit", HITS)
+def test_transformers_own_loop_gives_the_same_text_in_the_same_passes(hit):
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW)
+    drafter = oracle(expected[0].tolist(), hit)
+    plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter)
+    ours = drafter.last_run
+    out = plain(target, {"input_ids": ids}, max_new_tokens=NEW, custom_generate=transformers_loop(drafter))
+    assert out.tolist() == expected.tolist()
+    assert (drafter.last_run.tokens, drafter.last_run.accepted) == (ours.tokens, ours.accepted)
+    assert drafter.last_run is not ours
+
+
+@pytest.mark.parametrize("hit", HITS)
+@pytest.mark.parametrize("length", range(10, 10 + 2 * BLOCK))
+def test_a_stopping_criterion_ends_the_text_where_plain_generate_does(hit, length):
+    class StopAt(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= length)
+
     target, ids = make_target("llama"), prompt_ids(length=9)
     text = plain(target, {"input_ids": ids}, max_new_tokens=NEW)[0].tolist()
+    tokens = Tokens()
     out = plain(
         target,
         {"input_ids": ids},
         max_new_tokens=NEW,
         stopping_criteria=[StopAt()],
-        assistant_model=oracle(text, "always"),
-    )[0].tolist()
-    assert 20 <= len(out) < 20 + BLOCK and out == text[: len(out)]
+        assistant_model=oracle(text, hit),
+        streamer=tokens,
+    )
+    assert out[0].tolist() == text[:length] == tokens.seen
+
+
+@pytest.mark.parametrize("hit", HITS)
+def test_stop_strings_end_the_text_inside_a_block(hit, byte_tokenizer):
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    text = plain(target, {"input_ids": ids}, max_new_tokens=NEW)[0].tolist()
+    for at in range(12, 12 + BLOCK):
+        stop = dict(stop_strings=byte_tokenizer.decode(text[at - 1 : at + 1]), tokenizer=byte_tokenizer)
+        expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW, **stop)
+        assert expected.shape[1] <= at + 1
+        out = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=oracle(text, hit), **stop)
+        assert out.tolist() == expected.tolist()
+
+
+class Tokens(BaseStreamer):
+    """Everything that was streamed, the prompt too, one token a put after it."""
+
+    def __init__(self):
+        self.seen, self.ended = [], 0
+
+    def put(self, value):
+        assert not self.seen or value.shape == (1,)
+        self.seen += value.flatten().tolist()
+
+    def end(self):
+        self.ended += 1
+
+
+def turns(target, drafter, how, cache):
+    """A second turn on the cache of a first: its ids given in full, or only the new ones under the full mask."""
+    first = prompt_ids(length=9)
+    text = plain(target, {"input_ids": first}, max_new_tokens=10, cache=cache, assistant_model=drafter)
+    full = torch.cat([text, prompt_ids(length=5, seed=3)], dim=1)
+    if how == "full ids":
+        inputs = {"input_ids": full}
+    else:
+        inputs = {"input_ids": full[:, cache.get_seq_length() :], "attention_mask": torch.ones_like(full)}
+    return full, inputs
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2", "mistral"])
+@pytest.mark.parametrize("how", ["full ids", "new ids"])
+def test_a_cache_from_an_earlier_turn(family, how, recwarn):
+    target = make_target(family)
+    cache, drafter = DynamicCache(config=target.config), make_drafter(initializer_range=0.6)
+    full, inputs = turns(target, drafter, how, cache)
+    expected = plain(target, {"input_ids": full}, max_new_tokens=NEW)
+    plain(target, {"input_ids": full}, max_new_tokens=NEW, assistant_model=drafter)
+    fresh = drafter.last_run
+    out = plain(target, inputs, max_new_tokens=NEW, cache=cache, assistant_model=drafter)
+    assert out[0, -NEW:].tolist() == expected[0, -NEW:].tolist()
+    assert (drafter.last_run.accepted, drafter.last_run.cycles) == (fresh.accepted, fresh.cycles)
+    assert cache.get_seq_length() == full.shape[1] + NEW - 1
+    assert not [w for w in recwarn if "earlier turn" in str(w.message)]
+
+
+@pytest.mark.parametrize("how", ["full ids", "new ids"])
+def test_a_cache_that_the_drafter_did_not_see(how):
+    target, cache = make_target("llama"), DynamicCache()
+    full, inputs = turns(target, None, how, cache)
+    expected = plain(target, {"input_ids": full}, max_new_tokens=NEW)
+    drafter = oracle(expected[0].tolist(), "sometimes")
+    with pytest.warns(UserWarning, match="earlier turn") as caught:
+        out = plain(target, inputs, max_new_tokens=NEW, cache=cache, assistant_model=drafter)
+    assert len([w for w in caught if "earlier turn" in str(w.message)]) == 1
+    assert out[0, -NEW:].tolist() == expected[0, -NEW:].tolist()
+    # The oracle drafts by position: with true positions it is right as often as in a fresh run.
+    run = drafter.last_run
+    plain(target, {"input_ids": full}, max_new_tokens=NEW, assistant_model=drafter)
+    assert run.accepted == drafter.last_run.accepted
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_embedded_prompts(family, padding):
+    target, ids = make_target(family), prompt_ids(length=9)
+    padded = torch.cat([torch.full((1, padding), PAD), ids], dim=1)
+    inputs = {
+        "inputs_embeds": target.get_input_embeddings()(padded),
+        "attention_mask": (torch.arange(9 + padding) >= padding).long()[None],
+    }
+    expected = plain(target, inputs, max_new_tokens=NEW)
+    for hit in HITS:
+        drafter = oracle([0] * 9 + expected[0].tolist(), hit)
+        out = plain(target, inputs, max_new_tokens=NEW, assistant_model=drafter)
+        assert out.tolist() == expected.tolist()
+        if hit == "always":
+            assert drafter.last_run.cycles == -(-(NEW - 1) // BLOCK)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize("chunk", [1, 4, 9, 50])
+def test_prompts_in_chunks(family, chunk):
+    target, ids, drafter = make_target(family), prompt_ids(length=21), make_drafter(initializer_range=0.6)
+    expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter)
+    whole = drafter.last_run
+    out = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter, prefill_chunk_size=chunk)
+    assert out.tolist() == expected.tolist() == plain(target, {"input_ids": ids}, max_new_tokens=NEW).tolist()
+    assert drafter.last_run.accepted == whole.accepted  # the context features of all chunks are there
+
+
+def test_processors_see_committed_text_only_and_each_length_once():
+    class Noting(LogitsProcessor):
+        def __init__(self):
+            self.seen = []
+
+        def __call__(self, input_ids, scores):
+            self.seen.append(input_ids[0].tolist())
+            return scores
+
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    text = plain(target, {"input_ids": ids}, max_new_tokens=NEW)[0].tolist()
+    for hit in HITS:
+        noting = Noting()
+        plain(
+            target,
+            {"input_ids": ids},
+            max_new_tokens=NEW,
+            assistant_model=oracle(text, hit),
+            logits_processor=[noting],
+        )
+        assert noting.seen == [text[:n] for n in range(9, 9 + NEW)]
+
+
+def test_watermarks_are_those_of_plain_generate():
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    mark = dict(watermarking_config=WatermarkingConfig(greenlist_ratio=0.5, bias=2.0, context_width=1))
+    expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW, **mark)
+    for hit in HITS:
+        drafter = oracle(expected[0].tolist(), hit)
+        assert plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter, **mark).tolist() == (
+            expected.tolist()
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_static_caches(family):
+    target, ids = make_target(family), prompt_ids(length=9)
+    expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW)
+    for hit in HITS:
+        drafter = oracle(expected[0].tolist(), hit)
+        out = plain(
+            target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter, cache_implementation="static"
+        )
+        assert out.tolist() == expected.tolist()
+
+
+def test_a_cache_that_cannot_be_cropped_is_refused():
+    target, ids = make_target("mistral"), prompt_ids(length=30)  # longer than its window
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        plain(
+            target, {"input_ids": ids}, max_new_tokens=4, assistant_model=make_drafter(), cache_implementation="static"
+        )
 
 
 def test_left_padding_leaves_text_and_acceptance_as_they_are():

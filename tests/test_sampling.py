@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-import transformers.generation.utils as generation_utils
 from scipy.stats import chi2
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
+from dflash_hf.drafter import decoding
+from drafters import transformers_loop
 
 V, RUNS, PROMPT = 4, 1500, [[1, 2, 0]]
 
@@ -56,12 +57,13 @@ def exact_pairs(target, **settings):
     return pairs.flatten()
 
 
-def p_value(target, drafter, **settings):
+def p_value(target, drafter, custom_generate=None, **settings):
     torch.manual_seed(11)
+    by = {"assistant_model": drafter} if custom_generate is None else {"custom_generate": custom_generate}
     counts = torch.zeros(V * V, dtype=torch.double)
     ids = torch.tensor(PROMPT)
     for _ in range(RUNS):
-        out = target.generate(ids, do_sample=True, max_new_tokens=4, assistant_model=drafter, top_k=0, **settings)
+        out = target.generate(ids, do_sample=True, max_new_tokens=4, top_k=0, **by, **settings)
         counts[out[0, 4] * V + out[0, 5]] += 1
     expected = exact_pairs(target, **settings) * RUNS
     assert counts[expected == 0].sum() == 0
@@ -83,11 +85,14 @@ def test_a_confidence_threshold_keeps_the_distribution():
 
 
 def test_a_wrong_acceptance_rule_is_seen(monkeypatch):
-    def accept_everything(candidate_input_ids, candidate_logits, candidate_length, new_logits, **kwargs):
-        bonus = torch.multinomial(new_logits[:, -1].softmax(-1), 1)
-        drafts = candidate_input_ids[:, candidate_input_ids.shape[1] - candidate_length :]
-        return torch.cat([drafts, bonus], dim=1), torch.tensor(candidate_length)
+    def accept_everything(logits, drafts, draft_logits, ids, processors, do_sample):
+        return torch.cat([drafts, torch.multinomial(logits[-1].softmax(-1), 1)]), logits
 
-    monkeypatch.setattr(generation_utils, "_speculative_sampling", accept_everything)
+    monkeypatch.setattr(decoding, "verify", accept_everything)
     target, drafter = tiny_pair()
     assert p_value(target, drafter, temperature=1.0) < 1e-6
+
+
+def test_transformers_own_loop_keeps_the_distribution_too():
+    target, drafter = tiny_pair()
+    assert p_value(target, drafter, temperature=1.0, custom_generate=transformers_loop(drafter)) > 0.001

@@ -36,7 +36,7 @@ def verify(logits, drafts, draft_logits, ids, processors, do_sample):
         arXiv 2211.17192, algorithm 1).
     """
     num_drafts = drafts.shape[0]
-    at_once = all(isinstance(processor, MEMORYLESS) for processor in processors)
+    at_once = all(type(processor) in MEMORYLESS for processor in processors)
     if at_once:
         for processor in processors:
             logits = processor(ids.expand(num_drafts + 1, -1), logits)
@@ -95,33 +95,33 @@ def _extend(model_kwargs: dict, count: int) -> dict:
 
 def _prefill(target, input_ids, generation_config, model_kwargs, feature_indices):
     """Run the prompt through the target: outputs, and the hidden states of ALL its chunks at `feature_indices`."""
-    chunks = []
-
-    def keep(module, args, outputs):
-        chunks.append({i: outputs.hidden_states[i] for i in feature_indices})
-
     if generation_config.prefill_chunk_size is None:
         outputs = target._prefill(input_ids, generation_config, model_kwargs)
         return outputs, outputs.hidden_states
-    # _prefill returns the last chunk only. It calls the target itself, so a shadow that notes every call suffices.
-    caller = _NotingCaller(target, keep)
-    outputs = type(target)._prefill(caller, input_ids, generation_config, model_kwargs)
-    return outputs, {i: torch.cat([chunk[i] for chunk in chunks], dim=1) for i in feature_indices}
+    chunks = []
+    outputs = type(target)._prefill(_NotingCaller(target, chunks), input_ids, generation_config, model_kwargs)
+    return outputs, {i: torch.cat([states[i] for states in chunks], dim=1) for i in feature_indices}
 
 
 class _NotingCaller:
-    """A target that shows every output to `keep`; nothing is hooked, so other threads see nothing."""
+    """Stands for the target in `_prefill`, which returns its last chunk only: notes every chunk's hidden states.
 
-    def __init__(self, target, keep):
-        self._target, self._keep = target, keep
+    Not a hook on the target, which another thread's calls would run through too.
+    """
+
+    def __init__(self, target, hidden_states: list):
+        self._target, self._hidden_states = target, hidden_states
 
     def __getattr__(self, name):
         return getattr(self._target, name)
 
     def __call__(self, **inputs):
         outputs = self._target(**inputs)
-        self._keep(self._target, (), outputs)
+        self._hidden_states.append(outputs.hidden_states)
         return outputs
+
+    def get_compiled_call(self, compile_config):
+        return self
 
 
 def decode(
@@ -141,8 +141,8 @@ def decode(
     """
     if input_ids.shape[0] > 1:
         raise ValueError(
-            f"A DFlash drafter serves one sequence at a time, got a batch of {input_ids.shape[0]}; call generate() for "
-            "each, or leave out assistant_model."
+            f"A DFlash drafter serves one sequence at a time, got a batch of {input_ids.shape[0]}; call generate() "
+            "for each, or leave out assistant_model."
         )
     cache = model_kwargs["cache"]
     cache.activate_past_recording()
@@ -151,9 +151,15 @@ def decode(
     keep_logits = returns_dict and generation_config.output_logits
     keep_attentions = returns_dict and generation_config.output_attentions
     keep_hidden = returns_dict and generation_config.output_hidden_states
-    scores, raw_logits, attentions, hidden = (() if keep else None for keep in (keep_scores, keep_logits, keep_attentions, keep_hidden))
+    keeps = keep_scores, keep_logits, keep_attentions, keep_hidden
+    scores, raw_logits, attentions, hidden = (() if keep else None for keep in keeps)
 
-    generator = drafter.candidate_generator(target, generation_config, logits_processor, model_kwargs)
+    generator = drafter.candidate_generator(
+        target,
+        generation_config=generation_config,
+        logits_processor=logits_processor,
+        model_kwargs=model_kwargs,
+    )
     _take_up_context(generator, drafter, cache, input_ids, model_kwargs, generation_config)
     model_kwargs.update(generator.model_kwargs_overrides)
     ends_anywhere = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
@@ -168,6 +174,8 @@ def decode(
             f"{type(target).__name__}'s cache cannot be cropped, which taking back rejected drafts needs; "
             "call generate() without assistant_model, or with another cache_implementation."
         )
+    eos_ids = getattr(generation_config, "_eos_token_tensor", None)
+    eos_ids = None if eos_ids is None else eos_ids.to(input_ids.device)
     new_drafts, draft_logits, prefilling, finished = input_ids[:, :0], None, True, False
     while True:
         num_drafts = new_drafts.shape[1]
@@ -185,8 +193,8 @@ def decode(
         start = input_ids.shape[1]
         tokens = tokens[: generation_config.max_length - start]
         rows = rows[: len(tokens)]
-        if generation_config._eos_token_tensor is not None:
-            ends = torch.isin(tokens, generation_config._eos_token_tensor.to(tokens.device)).nonzero()
+        if eos_ids is not None:
+            ends = torch.isin(tokens, eos_ids).nonzero()
             if len(ends):
                 tokens = tokens[: int(ends[0]) + 1]
         extended = torch.cat([input_ids, tokens[None]], dim=1)
@@ -280,10 +288,11 @@ def _take_up_context(generator, drafter, cache, input_ids, model_kwargs, generat
 
 def _leave_context(generator, drafter, cache, features, count, input_ids) -> None:
     """Put the drafter's context beside the cache, the positions of the last pass included."""
+    generator.add_context(features, count - 1)
     _continued[cache] = SimpleNamespace(
         drafter=weakref.ref(drafter),
         context=generator.context_cache,
-        pending=generator.new_context(features, count - 1),
+        pending=generator.pending,
         position=generator.position,
         length=cache.get_seq_length(),
         ids=input_ids.clone(),

@@ -33,7 +33,8 @@ MEMORYLESS = (
 READS_HISTORY = (
     lp.RepetitionPenaltyLogitsProcessor,
     lp.NoRepeatNGramLogitsProcessor,
-    lp.SequenceBiasLogitsProcessor,  # bad words too
+    lp.SequenceBiasLogitsProcessor,
+    lp.NoBadWordsLogitsProcessor,
     lp.PrefixConstrainedLogitsProcessor,
     lp.MinLengthLogitsProcessor,
     lp.MinNewTokensLengthLogitsProcessor,
@@ -148,8 +149,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
         self.do_sample = generation_config.do_sample
         self.max_length = generation_config.max_length
-        self.processors = [p for p in logits_processor or () if isinstance(p, MEMORYLESS + READS_HISTORY)]
-        self.slot_by_slot = any(isinstance(p, READS_HISTORY) for p in self.processors)
+        self.processors = [p for p in logits_processor or () if type(p) in MEMORYLESS + READS_HISTORY]
+        self.slot_by_slot = any(type(p) in READS_HISTORY for p in self.processors)
         wanted = drafter.generation_config.num_assistant_tokens
         self.num_drafts = drafter.config.num_drafts if wanted is None else min(wanted, drafter.config.num_drafts)
         self.threshold = drafter.generation_config.assistant_confidence_threshold or 0.0
@@ -160,6 +161,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.num_seen = 0 if cache is None else cache.get_seq_length()
         self.position = max(self.num_seen - self.num_padding, 0)  # of the next context feature
         self.context_cache = DFlashContextCache(drafter.config.num_hidden_layers)
+        self.pending: torch.Tensor | None = None  # features [1, S, F * D_t] that no drafter pass has taken in yet
 
         self.run = DFlashRun()
         _record(drafter, self.run)
@@ -184,28 +186,35 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._num_offered = 0
         limit = min(self.num_drafts, self.max_length - input_ids.shape[1] - 1)
         if not is_first_iteration:
-            context = self._new_context(model_outputs.hidden_states, n_last_matches)
+            self.add_context(model_outputs.hidden_states, n_last_matches)
             if limit > 0:
-                ids, logits = self._draft(input_ids, context, limit)
+                ids, logits = self._draft(input_ids, limit)
             self._num_offered = ids.shape[1] - input_ids.shape[1]
         self._clock = time.perf_counter()
         self.run.drafting_s += self._clock - started
         return ids, logits
 
-    def _new_context(self, hidden_states, n_last_matches: int) -> torch.Tensor:
-        """The features `[1, S, F * D_t]` of the positions that the last target pass committed."""
+    def add_context(self, hidden_states, n_last_matches: int) -> None:
+        """Keep the features of the positions that the last target pass committed; the next drafter pass takes them in.
+
+        Args:
+            hidden_states: the pass's, indexed as transformers does; only the drafter's own are read.
+            n_last_matches: committed positions less one. After the prefill everything is committed.
+        """
         features = [hidden_states[i] for i in self.feature_indices]
         if self.run.target_passes == 1:  # the prefill: all of it is committed, padding carries nothing
             start, stop = max(self.num_padding - self.num_seen, 0), features[0].shape[1]
         else:
             start, stop = 0, n_last_matches + 1
         device = self.drafter.device
-        return torch.cat([feature[:, start:stop].to(device) for feature in features], dim=-1)
+        new = torch.cat([feature[:, start:stop].to(device) for feature in features], dim=-1)
+        self.pending = new if self.pending is None else torch.cat([self.pending, new], dim=1)
 
-    def _draft(self, input_ids, context, limit: int) -> tuple[torch.LongTensor, torch.Tensor | None]:
+    def _draft(self, input_ids, limit: int) -> tuple[torch.LongTensor, torch.Tensor | None]:
         drafter, config = self.drafter, self.drafter.config
         block = input_ids.new_full((1, config.block_size), config.mask_token_id)
         block[:, 0] = input_ids[:, -1]  # the anchor
+        context, self.pending = self.pending, None
         num_context = context.shape[1]
         positions = torch.arange(self.position, self.position + num_context + config.block_size, device=context.device)
         self.context_cache.set_previous_accepted_tokens(num_context)

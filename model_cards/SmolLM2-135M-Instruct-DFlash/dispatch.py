@@ -1,6 +1,6 @@
 """The one hook into transformers: `generate(assistant_model=drafter)` asks the drafter how to draft.
 
-Two methods of `GenerationMixin` are wrapped once per process. The wrappers look at the assistant OBJECT (attribute
+Three methods of `GenerationMixin` are wrapped once per process. The wrappers look at the assistant OBJECT (attribute
 `dflash_protocol`), so the pip package and any number of copies loaded by trust_remote_code share one hook. Each copy
 registers under its module name; when the last one leaves, transformers is exactly as it was.
 """
@@ -56,7 +56,22 @@ def _candidate_generator(original: Callable, target, generation_config, *args, a
     )
 
 
-_HANDLERS = {"_validate_generation_mode": _validate, "_get_candidate_generator": _candidate_generator}
+def _assisted_decoding(original: Callable, target, input_ids, *args, assistant_model=None, **kwargs):
+    generation_config = kwargs.get("generation_config")
+    ours = generation_config is not None and _is_drafter(assistant_model, generation_config)
+    # Ensemble verification (not lossless, the user's choice) and lockstep over several processes stay transformers'.
+    if not ours or kwargs.get("synced_gpus") or generation_config.assistant_ensemble_weight is not None:
+        return original(target, input_ids, *args, assistant_model=assistant_model, **kwargs)
+    for name in ("synced_gpus", "inputs_tensor", "tokenizer", "assistant_tokenizer"):
+        kwargs.pop(name, None)
+    return assistant_model.decode(target, input_ids, **kwargs)
+
+
+_HANDLERS = {
+    "_validate_generation_mode": _validate,
+    "_get_candidate_generator": _candidate_generator,
+    "_assisted_decoding": _assisted_decoding,
+}
 
 
 def _wrap(name: str, original: Callable, state: dict) -> Callable:

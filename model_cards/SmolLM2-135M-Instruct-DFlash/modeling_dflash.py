@@ -30,6 +30,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from .cache import DFlashContextCache
 from .candidates import DFlashCandidateGenerator, DFlashRun, last_run
 from .configuration_dflash import DFlashConfig
+from .decoding import decode
 
 # Tensors that a checkpoint may or may not ship; config.json does not say which, the file does.
 _OWN_TENSORS = ("embed_tokens.weight", "lm_head.weight", "d2t")
@@ -392,12 +393,21 @@ class DFlashDraftModel(PreTrainedModel):
                 f"num_return_sequences must be 1 with a DFlash drafter, got {generation_config.num_return_sequences}; "
                 "call generate() once for each sequence."
             )
+        if generation_config is not None and generation_config.guidance_scale not in (None, 1, 1.0):
+            raise ValueError(
+                f"guidance_scale={generation_config.guidance_scale} runs the target a second time in a cache of its "
+                "own, which cannot take drafts back; generate without assistant_model, or without guidance_scale."
+            )
         if "assistant_tokenizer" in (generation_kwargs or {}):
             raise ValueError("A DFlash drafter uses the target's tokenizer: leave out `assistant_tokenizer`.")
 
     def candidate_generator(self, target, **kwargs) -> DFlashCandidateGenerator:
         """The generator that drafts for one generate call on `target`; see `DFlashCandidateGenerator`."""
         return DFlashCandidateGenerator(self, target, **kwargs)
+
+    def decode(self, target, input_ids, **kwargs):
+        """The decode loop for one generate call on `target`; see `decoding.decode`."""
+        return decode(target, input_ids, self, **kwargs)
 
     @property
     def last_run(self) -> DFlashRun | None:
