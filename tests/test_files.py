@@ -168,6 +168,10 @@ DAMAGED = {
     "speculators": (edit(speculators_model_type="dflash"), "speculators layout"),
     "no mask token": (edit(dflash_config={"target_layer_ids": [1, 3, 4]}), "names no mask token"),
     "no layers": (edit(dflash_config={"mask_token_id": 5}, num_target_layers=None), "target_layer_ids"),
+    "value scale": (
+        edit(dflash_config={"mask_token_id": 5, "attention_value_scale": 0.5}),
+        "attention_value_scale=0.5",
+    ),
     "no window": (edit(layer_types=["sliding_attention"] * 2), "sliding_window"),
 }
 

@@ -62,7 +62,6 @@ def test_greedy_drafts_equal_pypi_dflash_on_real_hidden_states(smollm2, drafter)
 
     target, tokenizer = smollm2
     raw = {k: v for k, v in json.loads((CARD / "config.json").read_text()).items() if k != "auto_map"}
-    del raw["is_causal"]
     config = Qwen3Config.from_dict(raw)
     config._attn_implementation = "sdpa"
     peer = Peer(config).eval()

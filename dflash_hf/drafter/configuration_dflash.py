@@ -117,6 +117,14 @@ class DFlashConfig(PreTrainedConfig):
             output["rope_theta"] = rope["rope_theta"]
             scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
             output["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+        # transformers' Qwen3Config, which the serving engines read the file with, drops the window without this; and
+        # SGLang 0.5 looks for causality at top level only.
+        if "sliding_attention" in self.layer_types:
+            output["use_sliding_window"] = True
+        causal = nested.get("causal") if self.is_causal is None else self.is_causal
+        output.pop("is_causal", None)
+        if causal is not None:
+            output["is_causal"] = causal
         output["architectures"] = ["DFlashDraftModel"]
         output["auto_map"] = dict(AUTO_MAP)
         return output

@@ -187,6 +187,11 @@ def _refuse_other_kinds(config: DFlashConfig) -> None:
             "This checkpoint is in the speculators layout (speculators_model_type="
             f"{config.speculators_model_type!r}), which is not read yet; use one in z-lab's layout."
         )
+    if config.option("attention_value_scale", 1.0) != 1.0:
+        raise ValueError(
+            f"dflash_config.attention_value_scale={config.option('attention_value_scale')} is not supported; drafts "
+            "would be wrong without it."
+        )
     if config.mask_token_id is None:
         raise ValueError(
             "config.json names no mask token: expected `dflash_config.mask_token_id` or a top-level `mask_token_id`. "
