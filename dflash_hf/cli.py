@@ -1,0 +1,199 @@
+"""The command line, `dflash-hf`: every command a few lines over the library."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="DFlash drafters for transformers.")
+
+
+@app.callback()
+def _commands() -> None:
+    """Keep commands as sub-commands while there is only one."""
+
+
+@app.command()
+def answer(
+    target: Annotated[str, typer.Argument(help="Folder or Hub name of the target.")],
+    prompts: Annotated[str, typer.Argument(help="JSONL file with `turns` or `messages`, or a data set's name.")],
+    out: Annotated[Path, typer.Argument(help="JSONL file to append the samples to.")],
+    gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, ...")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    split: Annotated[str, typer.Option(help="Of the data set.")] = "train",
+    column: Annotated[str | None, typer.Option(help="Text column that holds the user turn.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 2048,
+    batch_size: Annotated[int, typer.Option(help="Conversations in a batch.")] = 64,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the best token.")] = False,
+    temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="With --sample.")] = 0,
+) -> None:
+    """Let TARGET answer PROMPTS: the training data of its drafter. Call it again after an interruption."""
+    from .training import answers
+
+    with one_line_errors():
+        questions = answers.read_prompts(prompts, split=split, column=column)[:limit]
+        model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
+        run = answers.answer(
+            model,
+            tokenizer,
+            questions,
+            out,
+            max_new_tokens=max_new_tokens,
+            max_prompt_tokens=max_prompt_tokens,
+            batch_size=batch_size,
+            do_sample=sample,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            progress=True,
+        )
+    rate = f", {run.tokens / run.seconds:.0f} tokens/s" if run.written else ""
+    left_out = f", {run.too_long} prompts over {max_prompt_tokens} tokens left out" if run.too_long else ""
+    typer.echo(f"{out}: {run.written} answers written, {run.found} were there{left_out}{rate}")
+
+
+@app.command()
+def bench(
+    target: Annotated[str, typer.Argument(help="Folder or Hub name of the target.")],
+    drafter: Annotated[str, typer.Argument(help="Folder or Hub name of its drafter.")],
+    prompts: Annotated[str, typer.Argument(help="JSONL file with `turns` or `messages`, or a data set's name.")],
+    out: Annotated[Path, typer.Option(help="JSON file of the report.")] = Path("bench.json"),
+    plots: Annotated[Path | None, typer.Option(help="Folder for PNG plots (needs matplotlib).")] = None,
+    methods: Annotated[str | None, typer.Option(help="Comma-separated; unset: all that can run.")] = None,
+    assistant: Annotated[str | None, typer.Option(help="Folder or Hub name of a small language model.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of target and drafter: auto, float32, bfloat16, ...")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+    split: Annotated[str, typer.Option(help="Of the data set.")] = "test",
+    column: Annotated[str | None, typer.Option(help="Text column that holds the user turn.")] = None,
+    categories: Annotated[str | None, typer.Option(help="Comma-separated: take these only.")] = None,
+    per_category: Annotated[int | None, typer.Option(help="Take the first prompts of each category.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Of every prompt.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Rounds over all prompts.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Prompts in a batch.")] = 1,
+    block_lengths: Annotated[str | None, typer.Option(help="Comma-separated num_assistant_tokens values.")] = None,
+    contexts: Annotated[str | None, typer.Option(help="Comma-separated prompt lengths to fill up to.")] = None,
+    simulated_tau: Annotated[str | None, typer.Option(help="Comma-separated; drafts right as often as asked.")] = None,
+    efficiency: Annotated[bool, typer.Option("--efficiency", help="Measure the cycle efficiency too.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the best token.")] = False,
+    temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="With --sample; 0: off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="With --sample; 1: off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of sampling, simulation and intervals.")] = 0,
+) -> None:
+    """Measure DRAFTER on PROMPTS against plain decoding and its peers. Ctrl-C keeps what was measured."""
+    from importlib.util import find_spec
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from . import DFlashDraftModel
+    from . import benchmark as b
+
+    with one_line_errors():
+        if plots is not None and find_spec("matplotlib") is None:
+            raise ModuleNotFoundError('Plots need matplotlib: pip install "dflash-hf[bench]"')
+        if threads is not None:
+            torch.set_num_threads(threads)
+        chosen, sha256 = b.read_prompts(
+            prompts,
+            categories=_list(categories),
+            per_category=per_category,
+            limit=limit,
+            split=split,
+            column=column,
+        )
+        sampling = b.Sampling(sample, temperature, top_k, top_p)
+        model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
+        like_target = {"dtype": model.dtype}
+        small = None
+        if assistant is not None:
+            small = AutoModelForCausalLM.from_pretrained(assistant, **like_target).to(model.device).eval()
+        report = b.bench(
+            model,
+            DFlashDraftModel.from_pretrained(drafter, **like_target).to(model.device).eval(),
+            chosen,
+            tokenizer=tokenizer,
+            methods=_list(methods),
+            assistant=small,
+            batch_size=batch_size,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            sampling=sampling,
+            block_lengths=_list(block_lengths, int),
+            contexts=_list(contexts, int),
+            simulated_taus=_list(simulated_tau, float),
+            efficiency=efficiency,
+            seed=seed,
+            source={"source": prompts, "sha256": sha256},
+            out=out,
+            progress=True,
+        )
+        report.print()
+        drawn = []
+        if plots is not None:
+            from .benchmark.plots import draw
+
+            drawn = draw(report, plots, prefix=out.stem)
+    typer.echo("\n".join(map(str, [out, *drawn])))
+
+
+def _list(text: str | None, kind=str) -> list | None:
+    """The parts of `a,b,c`; None for None.
+
+    Raises:
+        ValueError: a part is not of the kind that is wanted.
+    """
+    if text is None:
+        return None
+    try:
+        return [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"Expected numbers with commas between them, got {text!r}.") from None
+
+
+class one_line_errors:
+    """Turn errors that a user can mend into one line on stderr and exit code 1."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, (ValueError, OSError, ModuleNotFoundError)):
+            typer.secho(f"Error: {' '.join(str(error).split())}", fg="red", err=True)
+            raise typer.Exit(1) from None
+
+
+def load_target(name: str, *, gguf_file: str | None = None, dtype: str = "auto", device: str | None = None):
+    """Load `(model, tokenizer)` of a target from a folder or the Hub, a GGUF file dequantized.
+
+    Args:
+        name: folder or Hub name.
+        gguf_file: the file's name in there; needs the package `gguf`.
+        dtype: a torch dtype's name, or "auto" for the one that the weights were saved in (GGUF: float32).
+        device: a torch device's name; unset: CUDA where it is there, else the CPU.
+
+    Raises:
+        OSError: there is no such model.
+
+    Example:
+        >>> target, tokenizer = load_target("HuggingFaceTB/SmolLM2-135M-Instruct")       # doctest: +SKIP
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    options = {}
+    if gguf_file is not None:
+        dtype = "float32" if dtype == "auto" else dtype
+        # Otherwise the model counts as quantized: it could not be saved.
+        options = {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    tokenizer = AutoTokenizer.from_pretrained(name, gguf_file=gguf_file)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer

@@ -1,0 +1,1 @@
+"""Training of drafters: prompts, the target's answers to them, the loss, and the Trainer."""
