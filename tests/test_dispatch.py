@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.generation.utils import GenerationMixin
 
@@ -154,6 +155,16 @@ def encoder_decoder():
     )
 
 
+def knob(**settings):
+    def build():
+        drafter = make_drafter()
+        for name, value in settings.items():
+            setattr(drafter.generation_config, name, value)
+        return drafter
+
+    return build
+
+
 ids = prompt_ids(length=6)
 REFUSED = {
     "vocabulary": (lambda: make_drafter(vocab_size=65), {}, "65 tokens, the target has 64"),
@@ -163,6 +174,11 @@ REFUSED = {
         lambda: make_drafter(hidden_size=64, dflash_config={"target_hidden_size": 32}), {}, "must ship them"),
     "guidance": (make_drafter, {"guidance_scale": 2.0}, "guidance_scale=2.0"),
     "sequences": (make_drafter, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences must be 1"),
+    "beams": (make_drafter, {"num_beams": 2}, "ask for beam_search"),
+    "no cache": (make_drafter, {"use_cache": False}, "needs the target's cache"),
+    "no drafts": (knob(num_assistant_tokens=0), {}, "num_assistant_tokens must be a whole number from 1 on.*got 0"),
+    "half drafts": (knob(num_assistant_tokens=2.5), {}, "num_assistant_tokens must be a whole number.*got 2.5"),
+    "confidence": (knob(assistant_confidence_threshold=2), {}, "must be a probability from 0 to 1.*got 2"),
     "tokenizer": (make_drafter, {"assistant_tokenizer": 1, "tokenizer": 2}, "leave out `assistant_tokenizer`"),
 }  # fmt: skip
 
@@ -181,6 +197,30 @@ def test_refusals_before_any_token(case):
 def test_encoder_decoder_targets_are_refused():
     with pytest.raises(ValueError, match="decoder-only targets"):
         encoder_decoder().generate(ids, max_new_tokens=4, assistant_model=make_drafter())
+
+
+NO_CACHE = {
+    "no cache object": ("MptConfig", "MptForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 5}),
+    "no cache at all": ("OpenAIGPTConfig", "OpenAIGPTLMHeadModel", {"n_embd": 32, "n_head": 4, "n_layer": 5}),
+}
+
+
+@pytest.mark.parametrize("case", NO_CACHE)
+def test_targets_without_a_cache_are_refused(case):
+    config_name, model_name, sizes = NO_CACHE[case]
+    config = getattr(transformers, config_name)(vocab_size=64, **sizes)
+    target = getattr(transformers, model_name)(config).eval()
+    with pytest.raises(ValueError, match=r"cache.*without assistant_model"):
+        target.generate(ids, do_sample=False, max_new_tokens=4, assistant_model=make_drafter())
+
+
+def test_features_narrower_than_the_hidden_size():
+    config = transformers.OPTConfig(
+        vocab_size=64, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=5, num_attention_heads=4
+    )  # its last hidden state is projected down for the head
+    target = transformers.OPTForCausalLM(config).eval()
+    with pytest.raises(ValueError, match=r"reads 96 context features a position.*give 80"):
+        target.generate(ids, do_sample=False, max_new_tokens=4, assistant_model=make_drafter())
 
 
 def test_batches_are_refused_for_now():

@@ -159,6 +159,22 @@ def edit(**changes):
     return change
 
 
+def edit_option(**changes):
+    def change(folder):
+        raw = json.loads((folder / "config.json").read_text())
+        raw["dflash_config"] |= changes
+        for key in changes:
+            raw.pop(key, None)
+        (folder / "config.json").write_text(json.dumps(raw))
+
+    return change
+
+
+def cut_short(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
 DAMAGED = {
     "missing tensor": (damage_missing, r"missing keys.*layers\.1\.mlp\.up_proj\.weight"),
     "unknown tensor": (damage_unknown, r"unexpected keys.*layers\.0\.mystery\.weight"),
@@ -172,6 +188,19 @@ DAMAGED = {
         edit(dflash_config={"mask_token_id": 5, "attention_value_scale": 0.5}),
         "attention_value_scale=0.5",
     ),
+    "block size": (edit_option(block_size="8"), "block_size must be a whole number.*got '8'"),
+    "mask beyond": (edit_option(mask_token_id=64), "mask_token_id must be an id of the vocabulary, 0 to 63, got 64"),
+    "empty layers": (edit_option(target_layer_ids=[]), r"target_layer_ids must be a list.*got \[\]"),
+    "layer names": (edit_option(target_layer_ids=["1"]), "target_layer_ids must be a list"),
+    "negative layers": (edit_option(target_layer_ids=[-1, 2]), "target_layer_ids must be a list"),
+    "causal as text": (edit_option(causal="false"), "causal must be true or false, got 'false'"),
+    "odd heads": (edit(head_dim=15), "head_dim must be an even number, got 15"),
+    "ragged heads": (edit(num_attention_heads=3), "num_attention_heads must be a multiple"),
+    "layer types": (edit(layer_types=["full_attention"]), "one entry for each of the 2 layers"),
+    "options": (edit(dflash_config=[1]), "dflash_config must be an object"),
+    "empty window": (
+        edit(layer_types=["sliding_attention"] * 2, sliding_window=0), "window must be a whole number"),
+    "cut short": (cut_short, "incomplete|invalid|header|deserializ|smaller|not fully"),
     "no window": (edit(layer_types=["sliding_attention"] * 2), "sliding_window"),
 }
 
@@ -181,8 +210,47 @@ def test_damaged_and_foreign_checkpoints_are_refused(case, tmp_path):
     make_drafter().save_pretrained(tmp_path)
     damage, message = DAMAGED[case]
     damage(tmp_path)
-    with pytest.raises((ValueError, RuntimeError), match=message):
+    with pytest.raises(Exception, match=message):
         DFlashDraftModel.from_pretrained(tmp_path)
+
+
+def test_own_tensors_that_do_not_belong_together(tmp_path):
+    for own, message in (
+        ({"lm_head.weight": [20, 32]}, "gives 20 tokens and its d2t maps 64"),
+        ({"d2t": [40]}, "gives 64 tokens and its d2t maps 40"),
+    ):
+        make_drafter(own_tensors=own).save_pretrained(tmp_path / str(len(own)))
+        with pytest.raises(ValueError, match=message):
+            DFlashDraftModel.from_pretrained(tmp_path / str(len(own)))
+    drafter = make_drafter(own_tensors={"lm_head.weight": [40, 32], "d2t": [40]})
+    drafter.d2t += 30
+    drafter.save_pretrained(tmp_path / "far")
+    with pytest.raises(ValueError, match="target ids 30 to 69, the vocabulary has 64"):
+        DFlashDraftModel.from_pretrained(tmp_path / "far")
+    drafter = make_drafter()
+    drafter.mask_embedding = torch.zeros(32)
+    drafter.save_pretrained(tmp_path / "mask")
+    torch.save({"embedding": torch.zeros(1), "mask_token_id": 3}, tmp_path / "mask" / "mask_embedding.pt")
+    with pytest.raises(ValueError, match="holds 1 values for token 3"):
+        DFlashDraftModel.from_pretrained(tmp_path / "mask")
+
+
+OWN = {"embed_tokens.weight": [64, 32], "lm_head.weight": [40, 32], "d2t": [40]}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"variant": "fp16"}, {"max_shard_size": "20KB"}, {"variant": "fp16", "max_shard_size": "20KB"}],
+)
+@pytest.mark.parametrize("subfolder", ["", "inner"])
+def test_the_ways_that_transformers_stores_checkpoints(how, subfolder, tmp_path):
+    drafter = make_drafter(own_tensors=OWN)
+    drafter.save_pretrained(tmp_path / subfolder, **how)
+    variant = {"variant": how["variant"]} if "variant" in how else {}
+    again = DFlashDraftModel.from_pretrained(tmp_path, subfolder=subfolder, **variant)
+    assert {n: t.tolist() for n, t in again.state_dict().items()} == (
+        {n: t.tolist() for n, t in drafter.state_dict().items()}
+    )
 
 
 def test_old_transformers_gives_one_clear_error():

@@ -187,6 +187,17 @@ def test_a_cache_from_an_earlier_turn(family, how, recwarn):
     assert not [w for w in recwarn if "earlier turn" in str(w.message)]
 
 
+def test_a_third_turn_after_new_ids(recwarn):
+    target = make_target("llama")
+    cache, drafter = DynamicCache(config=target.config), make_drafter(initializer_range=0.6)
+    full, inputs = turns(target, drafter, "new ids", cache)
+    text = plain(target, inputs, max_new_tokens=6, cache=cache, assistant_model=drafter)
+    full = torch.cat([full, text[:, inputs["input_ids"].shape[1] :], prompt_ids(length=4, seed=8)], dim=1)
+    out = plain(target, {"input_ids": full}, max_new_tokens=NEW, cache=cache, assistant_model=drafter)
+    assert out.tolist() == plain(target, {"input_ids": full}, max_new_tokens=NEW).tolist()
+    assert not [w for w in recwarn if "earlier turn" in str(w.message)]
+
+
 @pytest.mark.parametrize("how", ["full ids", "new ids"])
 def test_a_cache_that_the_drafter_did_not_see(how):
     target, cache = make_target("llama"), DynamicCache()
@@ -213,10 +224,15 @@ def test_embedded_prompts(family, padding):
         "attention_mask": (torch.arange(9 + padding) >= padding).long()[None],
     }
     expected = plain(target, inputs, max_new_tokens=NEW)
+    wants = dict(return_dict_in_generate=True, output_hidden_states=True)
+    states = plain(target, inputs, max_new_tokens=NEW, **wants).hidden_states
+    shapes = [[state.shape for state in step] for step in states]
     for hit in HITS:
         drafter = oracle([0] * 9 + expected[0].tolist(), hit)
         out = plain(target, inputs, max_new_tokens=NEW, assistant_model=drafter)
         assert out.tolist() == expected.tolist()
+        full = plain(target, inputs, max_new_tokens=NEW, assistant_model=drafter, **wants)
+        assert [[state.shape for state in step] for step in full.hidden_states] == shapes
         if hit == "always":
             assert drafter.last_run.cycles == -(-(NEW - 1) // BLOCK)
 
@@ -253,6 +269,39 @@ def test_processors_see_committed_text_only_and_each_length_once():
             logits_processor=[noting],
         )
         assert noting.seen == [text[:n] for n in range(9, 9 + NEW)]
+
+
+@pytest.mark.parametrize("hit", HITS)
+@pytest.mark.parametrize("at", range(10, 10 + BLOCK))
+def test_nothing_sees_what_lies_behind_the_end(hit, at):
+    """A grammar is asked once for every token that is committed, and never after the end."""
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    text = plain(target, {"input_ids": ids}, max_new_tokens=NEW)[0].tolist()
+    text = text[: text.index(text[at], 9) + 1]  # up to its first occurrence
+    seen = []
+
+    def allowed(batch, sentence):
+        seen.append(len(sentence))
+        return list(range(VOCAB)) if len(sentence) < len(text) else []
+
+    settings = dict(eos_token_id=text[-1], pad_token_id=PAD, prefix_allowed_tokens_fn=allowed)
+    out = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=oracle(text, hit), **settings)
+    assert out[0].tolist() == text and seen == list(range(9, len(text)))
+
+
+def test_a_draft_vocabulary_of_which_nothing_is_allowed():
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    own = {"lm_head.weight": [8, 32], "d2t": [8]}
+    drafter = make_drafter(own_tensors=own)
+    drafter.d2t += 8  # the draft vocabulary: ids 8 to 15
+    for do_sample in (True, False):
+        for extra in ({}, {"repetition_penalty": 1.2}):
+            out = target.generate(
+                ids, do_sample=do_sample, max_new_tokens=NEW, assistant_model=drafter,
+                suppress_tokens=list(range(8, 16)), **extra,
+            )  # fmt: skip
+            assert out.shape == (1, 9 + NEW) and not torch.isin(out[0, 9:], torch.arange(8, 16)).any()
+            assert not drafter.last_run.offered
 
 
 def test_watermarks_are_those_of_plain_generate():
@@ -413,13 +462,13 @@ def test_streamers_get_every_token_once_in_order(capsys):
     streamer = TextIteratorStreamer(Words(), skip_prompt=True)
     worker = threading.Thread(
         target=lambda: plain(
-            target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter, streamer=streamer
+            target, {"input_ids": ids}, max_new_tokens=NEW - 3, assistant_model=drafter, streamer=streamer
         )
     )
     worker.start()
-    assert "".join(streamer).split() == [str(i) for i in expected]
+    assert "".join(streamer).split() == [str(i) for i in expected[:-3]]
     worker.join()
-    assert drafter.last_run.tokens == NEW
+    assert drafter.last_run.tokens == NEW - 3  # the newest, although this thread has one of its own
 
 
 def test_two_threads_share_one_drafter():
@@ -492,3 +541,188 @@ def test_sampling_runs_and_repeats_with_its_seed(sampling):
             target.generate(ids, do_sample=True, max_new_tokens=NEW, assistant_model=drafter, **sampling).tolist()
         )
     assert outs[0] == outs[1] and len(outs[0][0]) == 9 + NEW
+
+
+class Stop(Exception):
+    pass
+
+
+class StopsAt(StoppingCriteria, LogitsProcessor, BaseStreamer):
+    """Breaks off at its nth call, whatever it is called as."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def tick(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == 0:
+            raise Stop
+
+    def __call__(self, input_ids, scores):
+        self.tick()
+        return scores
+
+    def put(self, value):
+        self.tick()
+
+    def end(self):
+        pass
+
+
+class NeverDone(StopsAt):
+    def __call__(self, input_ids, scores, **kwargs):
+        self.tick()
+        return torch.zeros(1, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("at", [2, 3, 5])
+@pytest.mark.parametrize("where", ["criterion", "processor", "streamer", "target", "drafter"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_turn_that_breaks_off_leaves_the_cache_usable(family, where, at):
+    target, ids = make_target(family, dtype=torch.float64), prompt_ids(length=21)
+    text = plain(target, {"input_ids": ids}, max_new_tokens=NEW)[0].tolist()
+    for hit in HITS:
+        drafter, cache = oracle(text, hit), DynamicCache(config=target.config)
+        extra = {
+            "criterion": {"stopping_criteria": [NeverDone(at)]},
+            "processor": {"logits_processor": [StopsAt(at)]},
+            "streamer": {"streamer": StopsAt(at)},
+        }
+        # In the middle of a pass some layers have the block in their cache and others do not.
+        layer = {"target": target.model.layers[2], "drafter": drafter.layers[0]}
+        hook = layer[where].register_forward_hook(StopsAt(at).tick) if where in layer else None
+        with pytest.raises(Stop):
+            plain(
+                target,
+                {"input_ids": ids},
+                max_new_tokens=NEW,
+                cache=cache,
+                assistant_model=drafter,
+                **extra.get(where, {}),
+            )
+        if hook is not None:
+            hook.remove()
+        kept = cache.get_seq_length()
+        assert kept >= 21 and all(layer.get_seq_length() == kept for layer in cache.layers)
+        new = torch.tensor([text[: kept + 1]])
+        assistant = drafter if at % 2 else None
+        out = plain(
+            target, {"input_ids": new}, max_new_tokens=20 + NEW - kept, cache=cache, assistant_model=assistant
+        )
+        assert out[0].tolist() == text
+
+
+def test_a_turn_in_inference_mode_and_one_outside():
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    cache, drafter = DynamicCache(config=target.config), make_drafter()
+    with torch.inference_mode():
+        first = plain(target, {"input_ids": ids}, max_new_tokens=4, cache=cache, assistant_model=drafter)
+    full = torch.cat([first.clone(), prompt_ids(length=3, seed=1)], dim=1)
+    # The target's own cache is made of inference tensors too; DynamicCache only reads them.
+    out = plain(target, {"input_ids": full}, max_new_tokens=8, cache=cache, assistant_model=drafter)
+    assert out.tolist() == plain(target, {"input_ids": full}, max_new_tokens=8).tolist()
+
+
+def test_attentions_asked_of_a_backend_that_has_none():
+    target, ids = make_target("llama", attn_implementation="sdpa"), prompt_ids(length=9)
+    wants = dict(max_new_tokens=6, return_dict_in_generate=True, output_attentions=True)
+    expected = plain(target, {"input_ids": ids}, **wants)
+    out = plain(target, {"input_ids": ids}, assistant_model=oracle(expected.sequences[0].tolist(), "always"), **wants)
+    assert out.attentions == expected.attentions
+    assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+class PackedEmbedding(torch.nn.Module):
+    """An embedding whose table is not a plain float matrix, as quantized ones are."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        weight = embedding.weight.detach()
+        self.scale = weight.abs().amax(-1, keepdim=True) / 127
+        self.register_buffer("weight", (weight / self.scale).round().to(torch.int8))
+
+    def forward(self, ids):
+        return self.weight[ids] * self.scale[ids]
+
+
+class PackedLinear(PackedEmbedding):
+    def forward(self, x):
+        return x @ (self.weight * self.scale).T
+
+
+def quantized(family):
+    target = make_target(family)
+    target.set_input_embeddings(PackedEmbedding(target.get_input_embeddings()))
+    target.set_output_embeddings(PackedLinear(target.get_output_embeddings()))
+    return target
+
+
+def offloaded(family):
+    from accelerate import cpu_offload
+
+    return cpu_offload(make_target(family), execution_device="cpu")
+
+
+def on_disk(family, folder):
+    from transformers import AutoModelForCausalLM
+
+    make_target(family).save_pretrained(folder / "target")
+    device_map = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "disk"}
+    device_map |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(5)}
+    return AutoModelForCausalLM.from_pretrained(
+        folder / "target", device_map=device_map, offload_folder=folder / "offload", dtype=torch.float32
+    )
+
+
+def mixed(family):
+    target = make_target(family)
+    target.get_output_embeddings().to(torch.float64)
+    target.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0].double(),))
+    return target
+
+
+@pytest.mark.parametrize("kind", ["quantized", "offloaded", "on disk", "mixed dtype"])
+def test_targets_whose_weights_are_elsewhere_or_otherwise(kind, tmp_path):
+    build = {
+        "quantized": quantized, "offloaded": offloaded, "mixed dtype": mixed,
+        "on disk": lambda family: on_disk(family, tmp_path),
+    }  # fmt: skip
+    target, ids = build[kind]("llama"), prompt_ids(length=9)
+    expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW)
+    for hit in HITS:
+        drafter = oracle(expected[0].tolist(), hit)
+        out = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter)
+        assert out.tolist() == expected.tolist()
+    # What is borrowed is what the target computes with: the drafts are those of plain matrices of the same values.
+    whole = make_target("llama")
+    if kind == "quantized":
+        for get in ("get_input_embeddings", "get_output_embeddings"):
+            packed = getattr(target, get)()
+            getattr(whole, get)().weight.data = packed.weight * packed.scale
+    drafter, runs = make_drafter(initializer_range=0.6), []
+    for model in (target, whole):
+        plain(model, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter)
+        runs.append(drafter.last_run.accepted)
+    assert runs[0] == runs[1]
+
+
+def test_wearing_an_adapter():
+    """A LoRA on the target changes its text, one on the drafter its drafts; both go through generate() as they are."""
+    peft = pytest.importorskip("peft")
+
+    def wear(model):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+            return peft.get_peft_model(model, config)
+
+    ids = prompt_ids(length=9)
+    bare = plain(make_target("llama"), {"input_ids": ids}, max_new_tokens=NEW)
+    target = wear(make_target("llama"))
+    expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW)
+    assert expected.tolist() != bare.tolist()
+    for hit in HITS:
+        drafter = oracle(expected[0].tolist(), hit)
+        for assistant in (drafter, wear(drafter)):
+            out = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=assistant)
+            assert out.tolist() == expected.tolist() and assistant.last_run.tokens == NEW

@@ -240,3 +240,30 @@ def test_sample_from_anchor_offers_a_whole_block():
     expected = target.generate(ids, do_sample=False, max_new_tokens=20)
     out = target.generate(ids, do_sample=False, max_new_tokens=20, assistant_model=drafter)
     assert out.tolist() == expected.tolist() and len(drafter.last_run.offered) == drafter.config.block_size
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_target_of_another_width(nested):
+    """Own table and head, a target twice as wide: the features' projection takes the target's width."""
+    where = {"dflash_config": {"target_hidden_size": 32}} if nested else {"target_hidden_size": 32}
+    own = {"embed_tokens.weight": [64, 16], "lm_head.weight": [64, 16]}
+    drafter = make_drafter(hidden_size=16, own_tensors=own, **where)
+    assert drafter.fc.in_features == 3 * 32
+    assert drafter.config.to_dict()["dflash_config"]["target_hidden_size"] == 32
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    expected = target.generate(ids, do_sample=False, max_new_tokens=12)
+    assert torch.equal(target.generate(ids, do_sample=False, max_new_tokens=12, assistant_model=drafter), expected)
+
+
+def test_positions_follow_on_by_themselves():
+    drafter, cache = make_drafter(), DFlashContextCache(2)
+    generator = torch.Generator().manual_seed(0)
+    done = 0
+    for count in (5, 2, 3):
+        context, block = torch.randn(1, count, 96, generator=generator), torch.randn(1, 4, 32, generator=generator)
+        cache.set_previous_accepted_tokens(count)
+        out = drafter(block, context, cache=cache).last_hidden_state
+        positions = torch.arange(done, done + count + 4)[None]
+        again = drafter(block, context, position_ids=positions, cache=cache).last_hidden_state
+        torch.testing.assert_close(out, again)
+        done += count

@@ -85,7 +85,7 @@ def test_a_confidence_threshold_keeps_the_distribution():
 
 
 def test_a_wrong_acceptance_rule_is_seen(monkeypatch):
-    def accept_everything(logits, drafts, draft_logits, ids, processors, do_sample):
+    def accept_everything(logits, drafts, draft_logits, ids, processors, do_sample, ends):
         return torch.cat([drafts, torch.multinomial(logits[-1].softmax(-1), 1)]), logits
 
     monkeypatch.setattr(decoding, "verify", accept_everything)

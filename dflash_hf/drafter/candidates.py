@@ -35,7 +35,6 @@ READS_HISTORY = (
     lp.NoRepeatNGramLogitsProcessor,
     lp.SequenceBiasLogitsProcessor,
     lp.NoBadWordsLogitsProcessor,
-    lp.PrefixConstrainedLogitsProcessor,
     lp.MinLengthLogitsProcessor,
     lp.MinNewTokensLengthLogitsProcessor,
     lp.ForcedBOSTokenLogitsProcessor,
@@ -101,15 +100,37 @@ _of_thread = threading.local()
 
 
 def last_run(drafter) -> DFlashRun | None:
-    """The newest run of `drafter` in this thread, else in any thread."""
+    """The newest run of `drafter`: a worker thread's own, the main thread's unless an ended worker's is newer."""
     mine = getattr(_of_thread, "runs", {}).get(drafter)
-    return _newest.get(drafter) if mine is None else mine
+    newest, thread = _newest.get(drafter, (None, None))
+    if mine is None or (threading.current_thread() is threading.main_thread() and not thread.is_alive()):
+        return newest
+    return mine
 
 
 def _record(drafter, run: DFlashRun) -> None:
     if not hasattr(_of_thread, "runs"):
         _of_thread.runs = weakref.WeakKeyDictionary()
-    _of_thread.runs[drafter] = _newest[drafter] = run
+    _of_thread.runs[drafter] = run
+    _newest[drafter] = run, threading.current_thread()
+
+
+def _knobs(drafter) -> tuple[int, float]:
+    """How many drafts to offer at most, and below which confidence to stop, from `drafter.generation_config`."""
+    wanted = drafter.generation_config.num_assistant_tokens
+    threshold = drafter.generation_config.assistant_confidence_threshold
+    if wanted is not None and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
+        raise ValueError(
+            f"drafter.generation_config.num_assistant_tokens must be a whole number from 1 on, or None for the full "
+            f"block, got {wanted!r}."
+        )
+    if threshold is not None and not (isinstance(threshold, int | float) and 0 <= threshold <= 1):
+        raise ValueError(
+            f"drafter.generation_config.assistant_confidence_threshold must be a probability from 0 to 1, or None, "
+            f"got {threshold!r}."
+        )
+    full = drafter.config.num_drafts
+    return full if wanted is None else min(wanted, full), threshold or 0.0
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -129,6 +150,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
         generation_config: of this call; `max_length` and `do_sample` are read.
         logits_processor: the call's processors.
         model_kwargs: of this call; the cache's length and the padding of the prompt are read.
+
+    Raises:
+        ValueError: a knob of `drafter.generation_config` is out of its range, or (in a call) the target's hidden
+            states are not as wide as the drafter expects.
 
     Example:
         >>> generator = DFlashCandidateGenerator(drafter, target, generation_config=generation_config,
@@ -151,9 +176,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.max_length = generation_config.max_length
         self.processors = [p for p in logits_processor or () if type(p) in MEMORYLESS + READS_HISTORY]
         self.slot_by_slot = any(type(p) in READS_HISTORY for p in self.processors)
-        wanted = drafter.generation_config.num_assistant_tokens
-        self.num_drafts = drafter.config.num_drafts if wanted is None else min(wanted, drafter.config.num_drafts)
-        self.threshold = drafter.generation_config.assistant_confidence_threshold or 0.0
+        self.num_drafts, self.threshold = _knobs(drafter)
 
         cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
         # Positions count real tokens: what the target's cache held before this call, less the padding on the left.
@@ -206,7 +229,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
             start, stop = max(self.num_padding - self.num_seen, 0), features[0].shape[1]
         else:
             start, stop = 0, n_last_matches + 1
-        device = self.drafter.device
+        device, width = self.drafter.device, sum(feature.shape[-1] for feature in features)
+        if width != self.drafter.fc.in_features:
+            raise ValueError(
+                f"The drafter reads {self.drafter.fc.in_features} context features a position, the target's layers "
+                f"{self.drafter.config.target_layer_ids} give {width}; use the drafter of this target."
+            )
         new = torch.cat([feature[:, start:stop].to(device) for feature in features], dim=-1)
         self.pending = new if self.pending is None else torch.cat([self.pending, new], dim=1)
 
@@ -235,7 +263,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         else:
             for processor in self.processors:
                 logits = processor(input_ids.expand(limit, -1), logits[0])[None]
+            logits = logits[:, : self._num_possible(logits)]
             drafts = self._pick(logits[0])[None]
+        limit = drafts.shape[1]
         if self.threshold > 0.0:
             confident = logits[0].float().softmax(-1).amax(-1) >= self.threshold
             limit = int(confident.long().cumprod(0).sum())
@@ -256,9 +286,17 @@ class DFlashCandidateGenerator(CandidateGenerator):
             row = logits[:, slot]
             for processor in self.processors:
                 row = processor(ids, row)
+            if not self._num_possible(row[None]):
+                break
             rows.append(row)
             ids = torch.cat([ids, self._pick(row)[:, None]], dim=1)
-        return ids[:, input_ids.shape[1] :], torch.stack(rows, dim=1)
+        return ids[:, input_ids.shape[1] :], torch.stack(rows, dim=1) if rows else logits[:, :0]
+
+    def _num_possible(self, logits) -> int:
+        """Leading slots of `[1, g, V]` with a possible token: processors can forbid all of a reduced vocabulary."""
+        if self.drafter.d2t is None:
+            return logits.shape[1]
+        return int((logits[0] > float("-inf")).any(-1).long().cumprod(0).sum())
 
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
         """Called by the loop after every target pass, the last one too: keep the figures."""

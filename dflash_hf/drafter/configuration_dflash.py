@@ -40,6 +40,7 @@ class DFlashConfig(PreTrainedConfig):
         target_layer_ids: target layers whose OUTPUTS are the context features, counted from 0
             (`hidden_states[i + 1]` in transformers).
         block_size: tokens in a block, the anchor included.
+        target_hidden_size: width of the target's hidden states, where it is not `hidden_size`.
         mask_token_id: id whose embedding stands at the slots to fill.
         layer_types: `"full_attention"` or `"sliding_attention"` for every layer.
         sliding_window: window of the sliding layers, in tokens. Read raw: Qwen3's `use_sliding_window` has no say.
@@ -77,6 +78,7 @@ class DFlashConfig(PreTrainedConfig):
     block_size: int | None = None
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
+    target_hidden_size: int | None = None
     dflash_config: dict | None = None
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
@@ -84,10 +86,16 @@ class DFlashConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        if not isinstance(self.dflash_config, dict | None):
+            raise ValueError(f"config.json: dflash_config must be an object, got {self.dflash_config!r}.")
         self.dflash_config = dict(self.dflash_config or {})
-        self.block_size = int(self.dflash_config.get("block_size", self.block_size) or 16)
-        self.mask_token_id = self.dflash_config.get("mask_token_id", self.mask_token_id)
-        self.target_layer_ids = self.dflash_config.get("target_layer_ids", self.target_layer_ids)
+        for name in ("block_size", "mask_token_id", "target_layer_ids", "target_hidden_size"):
+            if self.dflash_config.get(name) is not None:
+                setattr(self, name, self.dflash_config[name])
+        if self.block_size is None:
+            self.block_size = 16  # the paper's
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
         if self.target_layer_ids is None and self.num_target_layers is not None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
         if self.num_key_value_heads is None:
@@ -99,7 +107,8 @@ class DFlashConfig(PreTrainedConfig):
         if self.rope_parameters:
             # to_dict() writes both spellings; the newer one is complete.
             kwargs.pop("rope_scaling", None)
-            kwargs.pop("rope_theta", None)
+            if "rope_theta" in self.rope_parameters:
+                kwargs.pop("rope_theta", None)
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,7 +119,9 @@ class DFlashConfig(PreTrainedConfig):
             if (value := getattr(self, name)) is not None:
                 nested[name] = value
         output["dflash_config"] = nested
-        for name in ("mask_token_id", "target_layer_ids"):
+        if self.target_hidden_size != self.hidden_size:
+            nested["target_hidden_size"] = self.target_hidden_size
+        for name in ("mask_token_id", "target_layer_ids", "target_hidden_size"):
             output.pop(name, None)
         rope = self.rope_parameters or {}
         if "rope_theta" in rope:
@@ -119,7 +130,7 @@ class DFlashConfig(PreTrainedConfig):
             output["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
         # transformers' Qwen3Config, which the serving engines read the file with, drops the window without this; and
         # SGLang 0.5 looks for causality at top level only.
-        if "sliding_attention" in self.layer_types:
+        if any(self._slides[0]):
             output["use_sliding_window"] = True
         causal = nested.get("causal") if self.is_causal is None else self.is_causal
         output.pop("is_causal", None)
@@ -135,11 +146,6 @@ class DFlashConfig(PreTrainedConfig):
         if value is None:
             value = getattr(self, name, None)
         return default if value is None else value
-
-    @property
-    def target_hidden_size(self) -> int:
-        """Width of the target's hidden states; the drafter's own unless the checkpoint says otherwise."""
-        return int((self.dflash_config or {}).get("target_hidden_size") or self.hidden_size)
 
     @property
     def num_drafts(self) -> int:

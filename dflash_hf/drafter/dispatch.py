@@ -18,7 +18,8 @@ if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
         f'pip install -U "transformers>={MINIMUM_TRANSFORMERS}"'
     )
 
-from transformers.generation.utils import GenerationMixin  # noqa: E402  (after the version check)
+from transformers.generation.configuration_utils import GenerationMode  # noqa: E402  (after the version check)
+from transformers.generation.utils import GenerationMixin  # noqa: E402
 
 PROTOCOL = 1  # of the handlers below; a newer copy replaces an older copy's handlers
 _STATE = "_dflash_hook"
@@ -39,6 +40,11 @@ def _validate(original: Callable, target, generation_mode, generation_config, ge
     drafter = generation_mode_kwargs.get("assistant_model")
     if not _is_drafter(drafter, generation_config):
         return original(target, generation_mode, generation_config, generation_mode_kwargs)
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"A DFlash drafter serves greedy decoding and sampling, these options ask for {generation_mode.value}; "
+            "leave out them (num_beams, penalty_alpha, ...) or assistant_model."
+        )
     drafter.check_target(target, generation_config, generation_mode_kwargs)
     # transformers compares vocabularies and tokenizers of two language models; check_target has done so already.
     others = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}

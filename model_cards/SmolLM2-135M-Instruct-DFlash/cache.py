@@ -33,13 +33,19 @@ class DFlashContextCache:
         self._past = self.length
         self.length += number_of_accepted_tokens
 
+    def get_seq_length(self) -> int:
+        """Context positions that were there before the ones that come with the next (or present) pass."""
+        return self._past
+
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new K/V `[B, H_kv, context + block, head_dim]`; return all K and V `[B, H_kv, total, head_dim]`."""
         past, total = self._past, self._past + keys.shape[2]
         buffer = self._buffers[layer_idx]
         if buffer is None or buffer.shape[3] < total:
             capacity = max(256, 2 * total)
-            grown = keys.new_empty(2, keys.shape[0], keys.shape[1], capacity, keys.shape[3])
+            # An inference tensor could not be written to by a later turn outside inference mode.
+            with torch.inference_mode(False):
+                grown = keys.new_empty(2, keys.shape[0], keys.shape[1], capacity, keys.shape[3])
             if buffer is not None:
                 grown[:, :, :, :past] = buffer[:, :, :, :past]
             self._buffers[layer_idx] = buffer = grown

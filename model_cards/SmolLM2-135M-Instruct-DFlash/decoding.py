@@ -19,7 +19,7 @@ from .candidates import MEMORYLESS
 _continued: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
-def verify(logits, drafts, draft_logits, ids, processors, do_sample):
+def verify(logits, drafts, draft_logits, ids, processors, do_sample, ends=None):
     """Which tokens to commit, and the processed scores they came from.
 
     Args:
@@ -29,6 +29,8 @@ def verify(logits, drafts, draft_logits, ids, processors, do_sample):
         ids: `[1, n]`, the sequence up to the anchor.
         processors: the call's logits processors.
         do_sample: sample, or take the likeliest.
+        ends: says of a sequence `[1, n]` whether the text ends with it; asked where processors must not see what lies
+            behind the end.
 
     Returns:
         tokens `[m]`, 1 <= m <= g + 1: the accepted drafts and one token of the target's own, and the processed scores
@@ -68,7 +70,7 @@ def verify(logits, drafts, draft_logits, ids, processors, do_sample):
                 token = torch.multinomial(p, 1)[0]
         tokens.append(token)
         ids = torch.cat([ids, token.view(1, 1)], dim=1)
-        if draft is None or token != draft:
+        if draft is None or token != draft or (not at_once and ends is not None and ends(ids)):
             break
     return torch.stack(tokens), torch.cat(scores)
 
@@ -144,7 +146,12 @@ def decode(
             f"A DFlash drafter serves one sequence at a time, got a batch of {input_ids.shape[0]}; call generate() "
             "for each, or leave out assistant_model."
         )
-    cache = model_kwargs["cache"]
+    cache = model_kwargs.get("cache")
+    if cache is None:
+        raise ValueError(
+            f"{type(target).__name__} makes no cache that generate() knows, which a DFlash drafter needs; call "
+            "generate() without assistant_model."
+        )
     cache.activate_past_recording()
     do_sample, returns_dict = generation_config.do_sample, generation_config.return_dict_in_generate
     keep_scores = returns_dict and generation_config.output_scores
@@ -169,6 +176,11 @@ def decode(
 
     generator.get_candidates(input_ids, is_first_iteration=True)  # starts the clock of the prefill
     outputs, features = _prefill(target, input_ids, generation_config, model_kwargs, generator.feature_indices)
+    if getattr(outputs, "cache", None) is None:
+        raise ValueError(
+            f"{type(target).__name__} fills no cache, which a DFlash drafter needs; call generate() without "
+            "assistant_model."
+        )
     if not outputs.cache.is_croppable:
         raise ValueError(
             f"{type(target).__name__}'s cache cannot be cropped, which taking back rejected drafts needs; "
@@ -176,74 +188,84 @@ def decode(
         )
     eos_ids = getattr(generation_config, "_eos_token_tensor", None)
     eos_ids = None if eos_ids is None else eos_ids.to(input_ids.device)
+    prompt_length = int(outputs.cache.get_seq_length())
     new_drafts, draft_logits, prefilling, finished = input_ids[:, :0], None, True, False
-    while True:
-        num_drafts = new_drafts.shape[1]
-        logits = outputs.logits[0, -num_drafts - 1 :].to(input_ids.device)
-        if do_sample or len(logits_processor) or keep_scores or keep_logits:
-            logits = logits.to(torch.float32, copy=True)
-        tokens, rows = verify(
-            logits.clone() if keep_logits else logits,
-            new_drafts[0],
-            None if draft_logits is None else draft_logits[0],
-            input_ids,
-            logits_processor,
-            do_sample,
-        )
-        start = input_ids.shape[1]
-        tokens = tokens[: generation_config.max_length - start]
-        rows = rows[: len(tokens)]
-        if eos_ids is not None:
-            ends = torch.isin(tokens, eos_ids).nonzero()
-            if len(ends):
-                tokens = tokens[: int(ends[0]) + 1]
-        extended = torch.cat([input_ids, tokens[None]], dim=1)
-        count = len(tokens)
-        if ends_anywhere:
-            # Criteria see what they would see without a drafter: the text as it grows, token by token.
-            for count in range(1, len(tokens) + 1):
-                seen = scores + tuple(row[None] for row in rows[:count]) if keep_scores else None
-                if bool(stopping_criteria(extended[:, : start + count], seen).all()):
-                    finished = True
-                    break
-        else:
-            finished = bool(stopping_criteria(extended, None).all())
-        input_ids, tokens, rows = extended[:, : start + count], tokens[:count], rows[:count]
-        if streamer is not None:
-            for token in tokens.cpu():
-                streamer.put(token[None])
+    try:
+        while True:
+            num_drafts = new_drafts.shape[1]
+            logits = outputs.logits[0, -num_drafts - 1 :].to(input_ids.device)
+            if do_sample or len(logits_processor) or keep_scores or keep_logits:
+                logits = logits.to(torch.float32, copy=True)
+            tokens, rows = verify(
+                logits.clone() if keep_logits else logits,
+                new_drafts[0],
+                None if draft_logits is None else draft_logits[0],
+                input_ids,
+                logits_processor,
+                do_sample,
+                ends=lambda ids: eos_ids is not None and bool(torch.isin(ids[0, -1], eos_ids)),
+            )
+            start = input_ids.shape[1]
+            if eos_ids is not None:
+                ends = torch.isin(tokens, eos_ids).nonzero()
+                if len(ends):
+                    tokens = tokens[: int(ends[0]) + 1]
+            extended = torch.cat([input_ids, tokens[None]], dim=1)
+            count = len(tokens)
+            if ends_anywhere:
+                # Criteria see what they would see without a drafter: the text as it grows, token by token.
+                for count in range(1, len(tokens) + 1):
+                    seen = scores + tuple(row[None] for row in rows[:count]) if keep_scores else None
+                    if bool(stopping_criteria(extended[:, : start + count], seen).all()):
+                        finished = True
+                        break
+            else:
+                finished = bool(stopping_criteria(extended, None).all())
+            input_ids, tokens, rows = extended[:, : start + count], tokens[:count], rows[:count]
+            if streamer is not None:
+                for token in tokens.cpu():
+                    streamer.put(token[None])
 
-        outputs.cache.crop(-(num_drafts + 1 - count))
-        generator.update_candidate_strategy(input_ids, rows[None], count - 1)
-        model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=count)
-        if keep_scores:
-            scores += tuple(row[None] for row in rows)
-        if keep_logits:
-            raw_logits += tuple(row[None] for row in logits[:count])
-        if keep_attentions and outputs.attentions[0] is not None:
-            added = start + count if prefilling else count
-            attentions = _split_model_outputs(attentions, outputs.attentions, start, added, is_decoder_attention=True)
-        if keep_hidden:
-            hidden = _split_model_outputs(hidden, outputs.hidden_states, start, start + count if prefilling else count)
-        if finished:
-            break
+            outputs.cache.crop(-(num_drafts + 1 - count))
+            generator.update_candidate_strategy(input_ids, rows[None], count - 1)
+            model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=count)
+            if keep_scores:
+                scores += tuple(row[None] for row in rows)
+            if keep_logits:
+                raw_logits += tuple(row[None] for row in logits[:count])
+            if keep_attentions and (prefilling or not outputs.attentions):  # some backends return none
+                attentions += (outputs.attentions,) * count
+            elif keep_attentions:
+                attentions = _split_model_outputs(
+                    attentions, outputs.attentions, start, count, is_decoder_attention=True
+                )
+            if keep_hidden and prefilling:
+                hidden += (outputs.hidden_states,)
+            elif keep_hidden:
+                hidden = _split_model_outputs(hidden, outputs.hidden_states, start, count)
+            if finished:
+                break
 
-        candidates, draft_logits = generator.get_candidates(
-            input_ids, model_outputs=SimpleNamespace(hidden_states=features), n_last_matches=count - 1
-        )
-        new_drafts = candidates[:, input_ids.shape[1] :]
-        prefilling = False
-        model_inputs = target.prepare_inputs_for_generation(
-            candidates,
-            next_sequence_length=new_drafts.shape[1] + 1,
-            is_first_iteration=False,
-            **_extend(model_kwargs, new_drafts.shape[1]),
-        )
-        if "logits_to_keep" in model_inputs:
-            model_inputs["logits_to_keep"] = new_drafts.shape[1] + 1
-        with target._optimize_model_for_decode():
-            outputs = model_forward(**model_inputs)
-        features = outputs.hidden_states
+            candidates, draft_logits = generator.get_candidates(
+                input_ids, model_outputs=SimpleNamespace(hidden_states=features), n_last_matches=count - 1
+            )
+            new_drafts = candidates[:, input_ids.shape[1] :]
+            prefilling = False
+            model_inputs = target.prepare_inputs_for_generation(
+                candidates,
+                next_sequence_length=new_drafts.shape[1] + 1,
+                is_first_iteration=False,
+                **_extend(model_kwargs, new_drafts.shape[1]),
+            )
+            if "logits_to_keep" in model_inputs:
+                model_inputs["logits_to_keep"] = new_drafts.shape[1] + 1
+            with target._optimize_model_for_decode():
+                outputs = model_forward(**model_inputs)
+            features = outputs.hidden_states
+    except BaseException:
+        # Whatever stopped us (a criterion, a streamer, Ctrl-C), a cache that the user holds must not keep drafts.
+        _crop_to(cache, prompt_length + max(generator.run.tokens - 1, 0))
+        raise
 
     if streamer is not None:
         streamer.end()
@@ -260,12 +282,20 @@ def decode(
     )
 
 
+def _crop_to(cache, length) -> None:
+    """Leave at most `length` positions in every layer; a pass that broke off has filled some layers and not others."""
+    for layer in cache.layers:
+        extra = int(layer.get_seq_length() - length)
+        if extra > 0:
+            layer.crop(-extra)
+
+
 def _take_up_context(generator, drafter, cache, input_ids, model_kwargs, generation_config) -> None:
     """With a cache from an earlier turn: go on with the drafter's context that was left beside it, if it fits."""
     past = cache.get_seq_length()
+    left = _continued.pop(cache, None)
     if past == 0:
         return
-    left = _continued.get(cache)
     mask = model_kwargs.get("attention_mask")
     full_length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     has_full_ids = full_length == input_ids.shape[1]
@@ -273,17 +303,23 @@ def _take_up_context(generator, drafter, cache, input_ids, model_kwargs, generat
         left is not None
         and left.drafter() is drafter
         and left.length == past
-        and (not has_full_ids or torch.equal(left.ids[:, :past].to(input_ids.device), input_ids[:, :past]))
+        and (not has_full_ids or _same_text(left, input_ids, past))
     )
     if fits:
         generator.context_cache, generator.position, generator.pending = left.context, left.position, left.pending
         generator.num_seen = past
     else:
         warnings.warn(
-            "The cache comes from an earlier turn that this drafter did not take part in: the text is right, but the "
-            "drafter knows only the new tokens, so expect fewer accepted drafts.",
+            "The cache comes from an earlier turn that this drafter did not take part in, or that broke off: the text "
+            "is right, but the drafter knows only the new tokens, so expect fewer accepted drafts.",
             stacklevel=4,
         )
+
+
+def _same_text(left, input_ids, past: int) -> bool:
+    """Whether the ids that the context was made from, as far as they were given then, stand in `input_ids` too."""
+    ids = left.ids[:, : left.ids.shape[1] - 1].to(input_ids.device)  # the last token is not in the cache
+    return torch.equal(ids, input_ids[:, past - ids.shape[1] : past])
 
 
 def _leave_context(generator, drafter, cache, features, count, input_ids) -> None:

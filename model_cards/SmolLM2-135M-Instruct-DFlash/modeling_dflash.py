@@ -17,7 +17,7 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, _add_variant
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3RMSNorm,
@@ -27,7 +27,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from .cache import DFlashContextCache
 from .candidates import DFlashCandidateGenerator, DFlashRun, last_run
 from .configuration_dflash import DFlashConfig
 from .decoding import decode
@@ -204,6 +203,53 @@ def _refuse_other_kinds(config: DFlashConfig) -> None:
         )
 
 
+def _is_count(value, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _refuse_odd_values(config: DFlashConfig) -> None:
+    ids, options = config.target_layer_ids, config.dflash_config
+    rules = [
+        ("block_size", config.block_size, _is_count(config.block_size), "a whole number from 1 on"),
+        (
+            "mask_token_id",
+            config.mask_token_id,
+            _is_count(config.mask_token_id, 0) and config.mask_token_id < config.vocab_size,
+            f"an id of the vocabulary, 0 to {config.vocab_size - 1}",
+        ),
+        (
+            "target_layer_ids",
+            ids,
+            isinstance(ids, list | tuple) and len(ids) > 0 and all(_is_count(i, 0) for i in ids),
+            "a list of layer numbers, counted from 0",
+        ),
+        ("head_dim", config.head_dim, _is_count(config.head_dim) and config.head_dim % 2 == 0, "an even number"),
+        (
+            "num_attention_heads",
+            config.num_attention_heads,
+            config.num_attention_heads % config.num_key_value_heads == 0,
+            f"a multiple of num_key_value_heads={config.num_key_value_heads}",
+        ),
+        (
+            "layer_types",
+            config.layer_types,
+            len(config.layer_types) == config.num_hidden_layers,
+            f"one entry for each of the {config.num_hidden_layers} layers",
+        ),
+    ]
+    rules += [
+        (name, options[name], options[name] is None or isinstance(options[name], bool), "true or false")
+        for name in ("causal", "use_swa", "sample_from_anchor", "attention_sink_bias")
+        if name in options
+    ]
+    for name, value, holds, wanted in rules:
+        if not holds:
+            raise ValueError(f"config.json: {name} must be {wanted}, got {value!r}.")
+    for window in config.layer_windows:
+        if window is not None and not _is_count(window):
+            raise ValueError(f"config.json: the sliding window must be a whole number from 1 on, got {window!r}.")
+
+
 class DFlashDraftModel(PreTrainedModel):
     """A DFlash drafter: give it to `target.generate(..., assistant_model=drafter)`.
 
@@ -243,6 +289,7 @@ class DFlashDraftModel(PreTrainedModel):
         """
         super().__init__(config)
         _refuse_other_kinds(config)
+        _refuse_odd_values(config)
         own = own_tensors or {}
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -287,13 +334,7 @@ class DFlashDraftModel(PreTrainedModel):
         block = noise_embeds.to(self.dtype)
         context = self.hidden_norm(self.fc(context_hidden_states.to(self.dtype)))  # [B, S, D]
         if position_ids is None:
-            past = (
-                0
-                if cache is None
-                else cache.length
-                if isinstance(cache, DFlashContextCache)
-                else cache.get_seq_length()
-            )
+            past = 0 if cache is None else cache.get_seq_length()
             new = context.shape[1] + block.shape[1]
             position_ids = torch.arange(past, past + new, device=block.device)[None].expand(block.shape[0], -1)
         inputs = {
@@ -337,8 +378,10 @@ class DFlashDraftModel(PreTrainedModel):
         """
         head = target_head if self.lm_head is None else self.lm_head
         weight = getattr(head, "weight", None)
-        if weight is not None and weight.is_floating_point() and weight.device.type != "meta":
-            hidden = hidden.to(weight.device, weight.dtype)
+        if weight is not None and weight.is_floating_point():
+            hidden = hidden.to(weight.dtype)
+        if weight is not None and weight.device.type != "meta":  # an offloaded head moves its own input
+            hidden = hidden.to(weight.device)
         logits = head(hidden)
         multiplier = self.config.option("output_multiplier", 1.0)
         if multiplier != 1.0:
@@ -403,6 +446,11 @@ class DFlashDraftModel(PreTrainedModel):
                 f"guidance_scale={generation_config.guidance_scale} runs the target a second time in a cache of its "
                 "own, which cannot take drafts back; generate without assistant_model, or without guidance_scale."
             )
+        if generation_config is not None and generation_config.use_cache is False:
+            raise ValueError(
+                "use_cache=False: a DFlash drafter needs the target's cache; pass use_cache=True, or call generate() "
+                "without assistant_model."
+            )
         if "assistant_tokenizer" in (generation_kwargs or {}):
             raise ValueError("A DFlash drafter uses the target's tokenizer: leave out `assistant_tokenizer`.")
 
@@ -416,7 +464,10 @@ class DFlashDraftModel(PreTrainedModel):
 
     @property
     def last_run(self) -> DFlashRun | None:
-        """Figures of the newest generate call with this drafter in this thread, else in any; None before the first."""
+        """Figures of the newest generate call with this drafter; None before the first.
+
+        While several threads generate with it, each reads its own.
+        """
         return last_run(self)
 
     def __getattr__(self, name: str):
@@ -471,12 +522,13 @@ class DFlashDraftModel(PreTrainedModel):
                     'pass speculation_type="dflash" to generate().'
                 )
             config, kwargs = DFlashConfig.from_pretrained(source, return_unused_kwargs=True, **kwargs)
+            kwargs |= hub  # the config takes them for itself
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(
             path,
             *model_args,
             config=config,
-            own_tensors=_own_tensor_shapes(find),
+            own_tensors=_own_tensor_shapes(find, kwargs.get("variant")),
             output_loading_info=True,
             **kwargs | {"ignore_mismatched_sizes": True},  # refused below, by name
         )
@@ -492,9 +544,16 @@ class DFlashDraftModel(PreTrainedModel):
                     f"The checkpoint {path} does not match its config.json: {problem.replace('_', ' ')} "
                     f"{sorted(info[problem])}. It is incomplete, damaged, or of another kind than DFlash."
                 )
+        _refuse_odd_own_tensors(model)
         if (file := find("mask_embedding.pt")) is not None:
             saved = torch.load(file, map_location="cpu", weights_only=True)
             embedding = saved["embedding"] if isinstance(saved, dict) else saved
+            mask_id = saved.get("mask_token_id") if isinstance(saved, dict) else None
+            if embedding.numel() != config.hidden_size or mask_id not in (None, config.mask_token_id):
+                raise ValueError(
+                    f"mask_embedding.pt holds {embedding.numel()} values for token {mask_id}, config.json says width "
+                    f"{config.hidden_size} and mask token {config.mask_token_id}; use the files of one checkpoint."
+                )
             model.mask_embedding = embedding.flatten().to(model.device, model.dtype)
         if find(GENERATION_CONFIG_NAME) is not None:
             model.generation_config = GenerationConfig.from_pretrained(path, **hub)
@@ -505,24 +564,49 @@ class DFlashDraftModel(PreTrainedModel):
 
         The folder loads with transformers alone, and holds what vLLM and SGLang read.
         """
-        super().save_pretrained(save_directory, **kwargs)
         folder = Path(save_directory)
-        self.generation_config.save_pretrained(folder)
-        if self.mask_embedding is not None:
-            saved = {"embedding": self.mask_embedding.cpu(), "mask_token_id": self.config.mask_token_id}
-            torch.save(saved, folder / "mask_embedding.pt")
-        for source in Path(__file__).parent.glob("*.py"):
-            if source.name != "__init__.py" and source.parent.resolve() != folder.resolve():
-                shutil.copyfile(source, folder / source.name)
+        if kwargs.get("is_main_process", True):
+            if folder.is_file():
+                raise ValueError(f"Expected a folder to save the drafter in, got the file {folder}.")
+            folder.mkdir(parents=True, exist_ok=True)
+            # Before the weights: with push_to_hub=True transformers uploads what is there when it has written them.
+            self.generation_config.save_pretrained(folder)
+            if self.mask_embedding is not None:
+                saved = {"embedding": self.mask_embedding.cpu(), "mask_token_id": self.config.mask_token_id}
+                torch.save(saved, folder / "mask_embedding.pt.new")
+                os.replace(folder / "mask_embedding.pt.new", folder / "mask_embedding.pt")
+            for source in Path(__file__).parent.glob("*.py"):
+                if source.name != "__init__.py" and source.parent.resolve() != folder.resolve():
+                    shutil.copyfile(source, folder / f"{source.name}.new")
+                    os.replace(folder / f"{source.name}.new", folder / source.name)
+        super().save_pretrained(save_directory, **kwargs)
 
 
-def _own_tensor_shapes(find) -> dict[str, list[int]]:
+def _refuse_odd_own_tensors(model: DFlashDraftModel) -> None:
+    vocab_size = model.config.vocab_size
+    rows = vocab_size if model.lm_head is None else model.lm_head.out_features
+    entries = vocab_size if model.d2t is None else len(model.d2t)
+    if rows != entries:
+        raise ValueError(
+            f"The checkpoint's LM head gives {rows} tokens and its d2t maps {entries}: expected the same number "
+            f"(without d2t, the vocabulary of {vocab_size}); it is incomplete, or of two checkpoints."
+        )
+    if model.d2t is not None and not model.d2t.is_meta:
+        ids = torch.arange(entries, device=model.d2t.device) + model.d2t
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise ValueError(
+                f"The checkpoint's d2t points at target ids {int(ids.min())} to {int(ids.max())}, the vocabulary has "
+                f"{vocab_size}; d2t holds offsets: target id = draft id + d2t[draft id]."
+            )
+
+
+def _own_tensor_shapes(find, variant: str | None) -> dict[str, list[int]]:
     """Shapes of the optional tensors that a checkpoint ships, read off its safetensors headers."""
-    if (index := find("model.safetensors.index.json")) is not None:
+    if (index := find(_add_variant("model.safetensors.index.json", variant))) is not None:
         weight_map = json.loads(Path(index).read_text())["weight_map"]
         files = {name: find(weight_map[name]) for name in _OWN_TENSORS if name in weight_map}
     else:
-        file = find("model.safetensors")
+        file = find(_add_variant("model.safetensors", variant))
         files = dict.fromkeys(_OWN_TENSORS, file) if file is not None else {}
     shapes = {}
     for name, file in files.items():
@@ -532,6 +616,6 @@ def _own_tensor_shapes(find) -> dict[str, list[int]]:
     return shapes
 
 
-install(__name__)
+install()
 
 __all__ = ["DFlashDraftModel"]
