@@ -77,10 +77,17 @@ def test_the_layout_is_z_labs(tmp_path):
     assert not any("embed" in name or "lm_head" in name for name in tensors)
 
 
-def test_transformers_alone_loads_generates_saves_and_loads_again(tmp_path):
-    target, ids = make_target("llama"), prompt_ids(length=9)
+@pytest.mark.parametrize("which", ["a tiny drafter", "the card's"])
+def test_transformers_alone_loads_generates_saves_and_loads_again(which, tmp_path):
+    ids = prompt_ids(length=9)
+    if which == "a tiny drafter":
+        target = make_target("llama")
+        make_drafter().save_pretrained(tmp_path / "drafter")
+    else:  # as wide, as deep and with as many tokens as the target that the card's drafter is for
+        sizes = {"vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9}
+        target = make_target("llama", num_key_value_heads=3, initializer_range=0.1, **sizes)
+        shutil.copytree(CARD, tmp_path / "drafter")
     target.save_pretrained(tmp_path / "target")
-    make_drafter().save_pretrained(tmp_path / "drafter")
     expected = target.generate(ids, do_sample=False, max_new_tokens=16)[0].tolist()
     out = run_python(
         WITHOUT_US
@@ -90,13 +97,13 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 folder, ids = sys.argv[1], torch.tensor([json.loads(sys.argv[2])])
 target = AutoModelForCausalLM.from_pretrained(folder + "/target")
 assert type(AutoConfig.from_pretrained(folder + "/drafter", trust_remote_code=True)).__name__ == "DFlashConfig"
-drafter = AutoModel.from_pretrained(folder + "/drafter", trust_remote_code=True)
+drafter = AutoModel.from_pretrained(folder + "/drafter", trust_remote_code=True, dtype=torch.float32)
 assert type(drafter).__module__.startswith("transformers_modules")
 texts = [target.generate(ids, do_sample=False, max_new_tokens=16, assistant_model=drafter)[0].tolist()]
 assert drafter.last_run.tokens == 16
 drafter.save_pretrained(folder + "/again")
 for auto in (AutoModel, AutoModelForCausalLM):
-    again = auto.from_pretrained(folder + "/again", trust_remote_code=True)
+    again = auto.from_pretrained(folder + "/again", trust_remote_code=True, dtype=torch.float32)
     assert type(again).__name__ == "DFlashDraftModel", type(again)
     assert all(torch.equal(a, b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values()))
     texts.append(target.generate(ids, do_sample=False, max_new_tokens=16, assistant_model=again)[0].tolist())
