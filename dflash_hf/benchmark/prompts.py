@@ -1,0 +1,188 @@
+"""What is measured on: prompts from a JSONL file or a data set, in a target's chat template, in batches."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        id: names it in the report.
+        text: the user turn; None where `ids` are given.
+        category: figures are also reported by category.
+        ids: token ids, ready for the target.
+        context: tokens that the prompt was filled up to (`fill_contexts`); None: it is as it came.
+    """
+
+    id: str
+    text: str | None = None
+    category: str = "all"
+    ids: list[int] | None = None
+    context: int | None = None
+
+
+def read_prompts(
+    source: str | os.PathLike,
+    *,
+    categories: list[str] | None = None,
+    per_category: int | None = None,
+    limit: int | None = None,
+    split: str = "test",
+    column: str | None = None,
+) -> tuple[list[Prompt], str | None]:
+    """Read prompts, first turns only, and the SHA-256 of the file (None for a data set).
+
+    A record holds `turns` (strings) or `messages` (`{"role", "content"}`), or a text under `column`; `id` and
+    `category` are optional.
+
+    Args:
+        source: a JSONL file, else a name that `datasets.load_dataset` knows.
+        categories: keep these only.
+        per_category: keep the first ones of every category.
+        limit: keep the first ones of what is left.
+        split: of a data set.
+        column: key of a text that is the user turn.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ModuleNotFoundError: a data set is asked for and `datasets` is not installed.
+        ValueError: a record of another form, a category that is not there, or no prompt is left.
+
+    Example:
+        >>> prompts, sha256 = read_prompts("gsm8k_dev.jsonl", limit=30)                         # doctest: +SKIP
+    """
+    path, sha256 = Path(source), None
+    if path.is_file():
+        content = path.read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        records = []
+        for number, line in enumerate(content.decode().splitlines(), 1):
+            if line.strip():
+                try:
+                    records.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}:{number}: not JSON ({error}); expected one object a line.") from None
+    elif path.suffix in (".jsonl", ".json"):
+        raise FileNotFoundError(f"There is no file {path}; expected JSONL with prompts, or a data set's name.")
+    else:
+        try:
+            from datasets import load_dataset
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"There is no file {source}; if it is a data set, reading it needs: pip install datasets"
+            ) from error
+        records = list(load_dataset(str(source), split=split))
+    prompts = []
+    for number, record in enumerate(records, 1):
+        text = _first_turn(record, column, f"{source}, record {number}")
+        prompts.append(Prompt(str(record.get("id", number)), text, str(record.get("category", "all"))))
+    there = sorted({prompt.category for prompt in prompts})
+    if unknown := sorted(set(categories or ()) - set(there)):
+        raise ValueError(f"{source} has no category {', '.join(unknown)}; it has {', '.join(there)}.")
+    kept, count = [], dict.fromkeys(there, 0)
+    for prompt in prompts:
+        if categories and prompt.category not in categories:
+            continue
+        count[prompt.category] += 1
+        if per_category is None or count[prompt.category] <= per_category:
+            kept.append(prompt)
+    kept = kept[:limit]
+    if not kept:
+        raise ValueError(f"{source} holds no prompts{'' if limit is None else f' (limit {limit})'}.")
+    return kept, sha256
+
+
+def _first_turn(record, column: str | None, where: str) -> str:
+    text = None
+    if isinstance(record, dict):
+        if column is not None:
+            text = record.get(column)
+        elif record.get("turns"):
+            text = record["turns"][0]
+        else:
+            users = [m for m in record.get("messages") or [] if m.get("role") == "user"]
+            text = users[0].get("content") if users else None
+    if not isinstance(text, str) or not text.strip():
+        wanted = f"a text under {column!r}" if column else "`turns` (texts) or `messages` with a user turn"
+        raise ValueError(f"{where}: expected {wanted}, got {str(record)[:80]!r}.")
+    return text
+
+
+def encode(prompt: Prompt, tokenizer) -> list[int]:
+    """Token ids of a prompt, in the tokenizer's chat template where it has one.
+
+    Raises:
+        ValueError: the prompt is a text and there is no tokenizer.
+    """
+    if prompt.ids is not None:
+        return prompt.ids
+    if tokenizer is None:
+        raise ValueError(f"Prompt {prompt.id!r} is a text: pass the target's tokenizer, or prompts with `ids`.")
+    if getattr(tokenizer, "chat_template", None) is None:
+        return tokenizer(prompt.text)["input_ids"]
+    chat = [{"role": "user", "content": prompt.text}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def fill_contexts(prompts: list[Prompt], contexts: list[int], tokenizer) -> list[Prompt]:
+    """Every prompt at every context length: the texts of the others, in order, go before it in the same user turn.
+
+    The length is met to within a few tokens (text is cut and tokenized again); the report holds the true one. A
+    prompt that is longer already stays as it is.
+    """
+    encoded = [encode(prompt, tokenizer) for prompt in prompts]
+    between = [
+        prompt.ids or tokenizer(prompt.text + "\n\n", add_special_tokens=False)["input_ids"] for prompt in prompts
+    ]
+    filled = []
+    for context in contexts:
+        for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+            missing, more, other = context - len(ids), [], number
+            while len(more) < missing:
+                other = (other + 1) % len(prompts)
+                more += between[other]
+            more = more[: max(missing, 0)]
+            if prompt.text is None:
+                filled.append(Prompt(prompt.id, None, prompt.category, more + ids, context))
+            else:
+                text = tokenizer.decode(more) + prompt.text
+                filled.append(Prompt(prompt.id, text, prompt.category, None, context))
+    return filled
+
+
+@dataclass
+class Batch:
+    """Prompts that go through a method together: `input_ids` and `attention_mask` `[B, P]` long, padded left.
+
+    `numbers` count the prompts through the whole run, whatever the batch size.
+    """
+
+    prompts: list[Prompt]
+    numbers: list[int]
+    rows: list[list[int]]
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+def make_batches(prompts: list[Prompt], tokenizer, batch_size: int, pad_token_id: int, device) -> list[Batch]:
+    """Neighbours of one category and context in batches of `batch_size`; the last of each group may be smaller."""
+    groups: dict[tuple, list[tuple[int, Prompt]]] = {}
+    for number, prompt in enumerate(prompts):
+        groups.setdefault((prompt.category, prompt.context), []).append((number, prompt))
+    batches = []
+    for group in groups.values():
+        for start in range(0, len(group), batch_size):
+            numbers, chosen = zip(*group[start : start + batch_size], strict=True)
+            rows = [list(encode(prompt, tokenizer)) for prompt in chosen]
+            longest = max(map(len, rows))
+            ids = torch.tensor([[pad_token_id] * (longest - len(row)) + row for row in rows], device=device)
+            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
+            batches.append(Batch(list(chosen), list(numbers), rows, ids, mask))
+    return batches

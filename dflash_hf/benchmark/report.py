@@ -1,0 +1,188 @@
+"""What a measurement gives: the runs, their summary, JSON, and a table."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from .statistics import ratio_of_medians
+
+SCHEMA = 1
+
+
+@dataclass
+class Report:
+    """The content of the JSON file; its schema is in docs/benchmark.md.
+
+    Example:
+        >>> report = bench(target, drafter, prompts, tokenizer=tokenizer)                      # doctest: +SKIP
+        >>> report.print(); report.save("bench.json")                                          # doctest: +SKIP
+    """
+
+    settings: dict
+    environment: dict
+    prompts: dict
+    target: dict
+    drafter: dict
+    runs: list[dict] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, dict] = field(default_factory=dict)
+    cycle_efficiency: dict | None = None
+    interrupted: bool = False
+
+    def summary(self, where: Callable[[dict], bool] = lambda run: True) -> dict[str, dict]:
+        """Figures of each method over the runs that `where` keeps; methods without a run are left out."""
+        runs = [run for run in self.runs if where(run)]
+        plain = {(r["batch"], r["repeat"]): r["tokens_per_s"] for r in runs if r["method"] == "plain"}
+        figures = {}
+        for name in self.settings["methods"]:
+            mine = [run for run in runs if run["method"] == name]
+            if mine:
+                figures[name] = self._figures(name, mine, plain)
+        return figures
+
+    def _figures(self, name: str, runs: list[dict], plain: dict) -> dict:
+        paired: dict[int, list] = {}
+        for run in runs:
+            if (key := (run["batch"], run["repeat"])) in plain:
+                paired.setdefault(run["batch"], []).append((run["tokens_per_s"], plain[key]))
+        ratio = ratio_of_medians(
+            [[pair[0] for pair in pairs] for pairs in paired.values()],
+            [[pair[1] for pair in pairs] for pairs in paired.values()],
+            seed=self.settings["seed"],
+        )
+        seconds = sum(run["seconds"] for run in runs)
+        cycles = sum(run["cycles"] or 0 for run in runs)
+        accepted, offered = (_sum_by_slot([run[key] for run in runs]) for key in ("accepted", "offered"))
+        prefill, drafting, verifying = (
+            sum(run[key] for run in runs) / seconds for key in ("first_token_s", "drafting_s", "verifying_s")
+        )
+        compared = [equal for run in runs for equal in run.get("ids_equal", ())]
+        differences = [difference for run in runs for difference in run.get("differences", ())]
+        return {
+            "runs": len(runs),
+            "tokens_per_s": median(run["tokens_per_s"] for run in runs),
+            "ratio": None if ratio is None else dict(zip(("value", "low", "high"), ratio, strict=True)),
+            "tau": sum(run["committed"] for run in runs if run["cycles"]) / cycles if cycles else None,
+            "acceptance_by_position": [a / o for a, o in zip(accepted, offered, strict=True)],
+            "offered_by_position": offered,
+            "shares": {
+                "prefill": prefill,
+                "drafting": drafting,
+                "verifying": verifying,
+                "other": 1 - prefill - drafting - verifying,
+            },
+            "first_token_s": median(run["first_token_s"] for run in runs),
+            "memory": self.memory.get(name),
+            "texts": {
+                "compared": len(compared),
+                "equal": sum(compared),
+                "near_ties": sum(difference["near_tie"] for difference in differences),
+                "real": sum(not difference["near_tie"] for difference in differences),
+            },
+        }
+
+    def to_dict(self) -> dict:
+        """JSON-ready: everything, with the summary over all runs, by category and by context."""
+        groups = {}
+        for key in ("category", "context"):
+            values = sorted({run[key] for run in self.runs if run[key] is not None})
+            groups[f"by_{key}"] = {str(v): self.summary(lambda run, k=key, v=v: run[k] == v) for v in values}
+        return {"schema": SCHEMA, **asdict(self), "summary": self.summary(), **groups}
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the JSON under a temporary name, then rename: an older file is replaced whole or not at all."""
+        path = Path(path)
+        temporary = path.with_name(path.name + ".part")
+        temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        temporary.replace(path)
+
+    def print(self) -> None:
+        """Print the table (needs the package `rich`)."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title="interrupted: what was measured" if self.interrupted else None)
+        table.add_column("method", no_wrap=True)
+        columns = "tokens/s", "x plain", "95%", "tau", "draft/verify/other %", "first token", "peak MiB", "same ids"
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for name, row in self.summary().items():
+            ratio, shares, memory = row["ratio"], row["shares"], row["memory"] or {}
+            texts, peak = row["texts"], memory.get("peak_mib")
+            same = "" if not texts["compared"] else f"{texts['equal']}/{texts['compared']}"
+            same += f", {texts['near_ties']} ties" if texts["near_ties"] else ""
+            same += f", {texts['real']} REAL" if texts["real"] else ""
+            table.add_row(
+                name,
+                f"{row['tokens_per_s']:.1f}",
+                f"{ratio['value']:.2f}" if ratio else "",
+                f"{ratio['low']:.2f} - {ratio['high']:.2f}" if ratio else "",
+                "" if row["tau"] is None else f"{row['tau']:.2f}",
+                "/".join(f"{100 * shares[key]:.0f}" for key in ("drafting", "verifying", "other")),
+                f"{1e3 * row['first_token_s']:.0f} ms",
+                "" if peak is None else f"{peak:.0f}",
+                same,
+            )
+        console = Console()
+        console.width = max(console.width, 120)  # cells cut short would say nothing
+        console.print(table)
+        for name, reason in self.refused.items():
+            console.print(f"{name}: {reason}", markup=False)
+        if self.cycle_efficiency is not None:
+            console.print(f"cycle efficiency of {self.cycle_efficiency['method']}: "
+                          f"{self.cycle_efficiency['efficiency']:.3f}")  # fmt: skip
+
+
+def _sum_by_slot(lists: list[list[int]]) -> list[int]:
+    length = max(map(len, lists), default=0)
+    return [sum(values[slot] for values in lists if slot < len(values)) for slot in range(length)]
+
+
+def model_facts(model) -> dict:
+    """What a report says about a model. Weights are counted once where modules share them."""
+    parameters = {p.data_ptr(): p for p in model.parameters()}.values()
+    return {
+        "name": model.config.name_or_path or type(model).__name__,
+        "class": type(model).__name__,
+        "parameters": sum(p.numel() for p in parameters),
+        "weights_mib": round(sum(p.numel() * p.element_size() for p in parameters) / 2**20, 1),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "attention": model.config._attn_implementation,
+    }
+
+
+def environment(device: torch.device) -> dict:
+    """Versions and hardware."""
+    versions = {"python": platform.python_version()}
+    for package in ("dflash-hf", "torch", "transformers", "dflash", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    return {
+        "versions": versions,
+        "platform": f"{sys.platform} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,527 @@
+"""The benchmark's figures against counts made without it."""
+
+import copy
+import hashlib
+import itertools
+import json
+import math
+from collections import Counter, OrderedDict
+
+import pytest
+import torch
+from scipy.stats import binom
+from transformers.generation.streamers import BaseStreamer
+
+from dflash_hf.benchmark import Prompt, Sampling, bench, read_prompts
+from dflash_hf.benchmark.efficiency import _kernels, best_kernels, cycle_efficiency
+from dflash_hf.benchmark.probe import peak_memory
+from dflash_hf.benchmark.prompts import fill_contexts, make_batches
+from dflash_hf.benchmark.runner import top2_gap
+from dflash_hf.benchmark.simulation import _rows_in_batch, simulated_drafter
+from dflash_hf.benchmark.statistics import acceptance_for_tau, expected_tau, ratio_of_medians
+from drafters import BLOCK, make_drafter, oracle
+from simulated_acceptance import random_target
+from targets import PAD, VOCAB, make_target, prompt_ids
+
+NEW, LENGTH = 40, 9
+
+
+def prompts(count=3, length=LENGTH):
+    return [
+        Prompt(f"p{i}", ids=prompt_ids(length=length + i, seed=i)[0].tolist(), category="ab"[i % 2])
+        for i in range(count)
+    ]
+
+
+def greedy(target, ids, **kwargs):
+    return target.generate(torch.tensor([ids]), do_sample=False, **kwargs)[0].tolist()
+
+
+def counting_target(vocab=32):
+    """Its greedy text counts up, modulo the vocabulary."""
+    sizes = {"vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return random_target(5, "cpu", torch.float32, **sizes)
+
+
+# -- cycles --
+
+
+@pytest.mark.parametrize("method", ["constant", "transformers"])
+@pytest.mark.parametrize("hit", ["always", "sometimes", "never"])
+def test_tau_and_acceptance_by_hand(method, hit):
+    target, prompt = make_target("llama"), prompts(1)[0]
+    drafter = oracle(greedy(target, prompt.ids, max_new_tokens=NEW), hit)
+    report = bench(target, drafter, [prompt], methods=[method], max_new_tokens=NEW, repeats=2)
+    # A cycle takes drafts up to the first miss, and one token more.
+    position, cycles = LENGTH + 1, 0
+    accepted, offered = [0] * (BLOCK - 1), [0] * (BLOCK - 1)
+    while position < LENGTH + NEW:
+        room, hits = min(BLOCK - 1, LENGTH + NEW - position - 1), 0
+        while hits < room and drafter.hit(position + hits):
+            hits += 1
+        for slot in range(room):
+            offered[slot] += 1
+            accepted[slot] += slot < hits
+        position, cycles = position + hits + 1, cycles + 1
+    figures = report.summary()[method]
+    assert figures["runs"] == 2
+    assert figures["tau"] == pytest.approx((NEW - 1) / cycles)
+    assert figures["offered_by_position"] == [2 * o for o in offered]
+    assert figures["acceptance_by_position"] == pytest.approx([a / o for a, o in zip(accepted, offered, strict=True)])
+    assert figures["texts"] == {"compared": 2, "equal": 2, "near_ties": 0, "real": 0}
+
+
+class Chunks(BaseStreamer):
+    """How many tokens each put brought, the prompt's own left out."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def put(self, value):
+        self.sizes.append(value.numel())
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("name", ["native", "prompt-lookup"])
+def test_cycles_seen_from_outside_are_what_transformers_streams(name):
+    # In a text that repeats itself, prompt lookup drafts before the first pass already.
+    target = counting_target() if name == "prompt-lookup" else make_target("llama")
+    ids = [*range(32), 0, 1, 2] if name == "prompt-lookup" else prompts(1)[0].ids
+    drafter = make_drafter(vocab_size=target.config.vocab_size)
+    by = {"assistant_model": drafter, "speculation_type": "dflash"} if name == "native" else {}
+    by = by or {"prompt_lookup_num_tokens": 10}
+    chunks = Chunks()
+    greedy(target, ids, max_new_tokens=NEW, streamer=chunks, **by)
+    _, first, *committed = chunks.sizes
+    report = bench(target, drafter, [Prompt("p", ids=ids)], methods=[name], max_new_tokens=NEW)
+    figures, run = report.summary()[name], report.runs[-1]
+    assert run["cycles"] == len(committed) and run["committed"] == sum(committed) == NEW - first
+    assert figures["tau"] == pytest.approx(sum(committed) / len(committed))
+    counts = Counter(itertools.chain.from_iterable(range(c - 1) for c in committed))
+    assert run["accepted"] == [counts[slot] for slot in range(len(run["accepted"]))]
+    if name == "prompt-lookup":
+        assert first > 1 and figures["tau"] > 5
+
+
+def test_cycles_of_pypi_dflash_are_its_own_statistics(monkeypatch):
+    model = pytest.importorskip("dflash.model", reason="needs PyPI dflash 0.1.0 (pip install --no-deps)")
+    from transformers import Qwen3Config
+
+    monkeypatch.setattr(model, "_cuda_time", lambda: 0.0)  # it would synchronise with a GPU
+    target, drafter, prompt = make_target("qwen3"), make_drafter(), prompts(1)[0]
+    raw = {key: value for key, value in drafter.config.to_dict().items() if key != "auto_map"}
+    peer = model.DFlashDraftModel(Qwen3Config.from_dict(raw)).eval()
+    peer.load_state_dict(drafter.state_dict())
+    stats = model.dflash_generate(peer, target, torch.tensor([prompt.ids]), NEW, None, return_stats=True)
+    weights = copy.deepcopy(drafter.state_dict())
+    report = bench(target, drafter, [prompt], methods=["pypi"], max_new_tokens=NEW)
+    run = report.runs[-1]
+    assert (run["cycles"], run["committed"]) == (len(stats.acceptance_lengths), sum(stats.acceptance_lengths))
+    assert run["accepted"][0] == sum(length > 1 for length in stats.acceptance_lengths)
+    assert run["ids_equal"] == [True] and run["drafting_s"] > 0
+    assert all(torch.equal(weights[name], tensor) for name, tensor in drafter.state_dict().items())
+
+
+def test_every_method_runs_and_its_figures_are_whole():
+    target, drafter = make_target("qwen3"), make_drafter()
+    drafter.generation_config.num_assistant_tokens = 2
+    before = drafter.generation_config.to_dict()
+    assistant = make_target("qwen3", seed=1, num_hidden_layers=2)
+    report = bench(target, drafter, prompts(2), assistant=assistant, max_new_tokens=8, repeats=2, block_lengths=[1, 3])
+    assert drafter.generation_config.to_dict() == before and not report.refused
+    names = {"plain", "prompt-lookup", "assistant", "native", "transformers", "constant k=1", "constant k=3"}
+    assert names | {"adaptive"} <= set(report.settings["methods"])
+    counts = Counter((run["method"], run["batch"], run["repeat"]) for run in report.runs)
+    assert set(counts.values()) == {1} and len(counts) == 4 * len(report.settings["methods"])
+    for name, figures in report.summary().items():
+        shares = figures["shares"]
+        assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > -1e-6
+        assert (shares["drafting"] > 0) == (name not in ("plain", "prompt-lookup"))
+        assert figures["memory"]["peak_mib"] > 0
+        if name != "plain":
+            assert figures["texts"]["equal"] == figures["texts"]["compared"] == 4
+    assert {len(figures["acceptance_by_position"]) for name, figures in report.summary().items() if "k=" in name} == {
+        1,
+        3,
+    }
+    order = [run["method"] for run in report.runs if run["batch"] == 0 and run["repeat"] == 0]
+    later = [run["method"] for run in report.runs if run["batch"] == 1 and run["repeat"] == 0]
+    assert order != later and order[0] == later[0] == "plain"
+
+
+def test_times_come_from_the_loop_where_hooks_do_not_see_its_passes(monkeypatch):
+    target, drafter, prompt = make_target("llama"), make_drafter(), prompts(1)
+    assert bench(target, drafter, prompt, methods=["constant"], max_new_tokens=8).runs[-1]["times_by"] == "hooks"
+
+    class PastTheHooks(type(drafter)):
+        def decode(self, target, *args, **kwargs):
+            with monkeypatch.context() as patch:
+                patch.setattr(target, "_forward_hooks", OrderedDict())
+                patch.setattr(target, "_forward_pre_hooks", OrderedDict())
+                return super().decode(target, *args, **kwargs)
+
+    drafter.__class__ = PastTheHooks
+    run = bench(target, drafter, prompt, methods=["constant"], max_new_tokens=8).runs[-1]
+    assert run["times_by"] == "the loop" and run["verifying_s"] == drafter.last_run.verifying_s > 0
+
+
+def test_sampling_is_the_same_draw_run_after_run_and_is_not_compared():
+    target, drafter = make_target("llama"), make_drafter()
+    sampling = Sampling(do_sample=True, temperature=0.8, top_k=20, top_p=0.95)
+    settings = {"methods": ["native", "constant"], "max_new_tokens": 12, "sampling": sampling, "seed": 3}
+    runs = [bench(target, drafter, prompts(2), **settings).runs for _ in range(2)]
+    assert [r["accepted"] for r in runs[0]] == [r["accepted"] for r in runs[1]]
+    assert not any("ids_equal" in run for run in runs[0])
+
+
+# -- same ids --
+
+
+def test_a_loop_that_changes_the_text_is_reported_as_real():
+    target, drafter = make_target("llama"), make_drafter()
+
+    class Lossy(type(drafter)):
+        def decode(self, *args, **kwargs):
+            ids = super().decode(*args, **kwargs)
+            ids[:, -3] = (ids[:, -3] + 1) % VOCAB
+            return ids
+
+    drafter.__class__ = Lossy
+    report = bench(target, drafter, prompts(2), methods=["constant"], max_new_tokens=NEW)
+    assert report.summary()["constant"]["texts"] == {"compared": 2, "equal": 0, "near_ties": 0, "real": 2}
+    difference = report.runs[-1]["differences"][0]
+    assert difference["position"] == difference["prompt_tokens"] + NEW - 3
+
+
+def test_top2_gap_tells_ties_from_differences():
+    target, prompt = make_target("llama"), prompts(1)[0]
+    plain = greedy(target, prompt.ids, max_new_tokens=6)
+    at, token = LENGTH + 3, plain[LENGTH + 3]
+    other = [*plain[:at], (token + 1) % VOCAB, *plain[at + 1 :]]
+    with torch.no_grad():
+        logits = target(torch.tensor([plain[:at]])).logits[0, -1]
+    best = logits.topk(2)
+    found = top2_gap(target, plain, other, BLOCK)
+    assert (found["position"], found["plain"], found["other"]) == (at, token, (token + 1) % VOCAB)
+    assert found["top2_gap"] == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
+    assert found["rounding"] < 1e-3 and not found["near_tie"]
+    with torch.no_grad():  # the runner-up's row of the head becomes the winner's
+        head, second = target.get_output_embeddings().weight, int(best.indices[1])
+        head[second] = head[token]
+    assert top2_gap(target, plain, [*plain[:at], second], BLOCK)["near_tie"]
+    assert not top2_gap(target, plain, [*plain[:at], (second + 1) % VOCAB], BLOCK)["near_tie"]
+    assert top2_gap(target, plain, plain[:at], BLOCK)["other"] is None
+
+
+# -- statistics --
+
+
+def test_bootstrap_interval_against_the_exact_distribution_of_a_resampled_median():
+    # Of n = 2m + 1 values, the median of a resample is at most the k-th with the probability that more than m of n
+    # draws are among the first k: binomial (Efron 1979).
+    n = 21
+    values = [float(v) ** 1.5 for v in range(1, n + 1)]
+    cumulative = [float(binom.sf(n // 2, n, k / n)) for k in range(n + 1)]
+    ratio, low, high = ratio_of_medians([[v] for v in values], [[2.0]] * n, resamples=20_000)
+    assert ratio == values[n // 2] / 2
+    for bound, level in ((low, 0.025), (high, 0.975)):
+        k = next(k for k in range(n + 1) if cumulative[k] >= level)
+        assert bound == values[k - 1] / 2
+
+
+def test_the_interval_is_paired_and_counts_repeats_of_a_prompt_together():
+    slow_and_fast = [[1.0, 1.0], [100.0, 100.0], [10.0, 10.0]]
+    assert ratio_of_medians([[2 * v for v in row] for row in slow_and_fast], slow_and_fast) == (2.0, 2.0, 2.0)
+    # Thirty repeats of two prompts are two prompts, not sixty values.
+    wide = ratio_of_medians([[1.0] * 30, [3.0] * 30], [[1.0] * 30] * 2)
+    assert wide == (2.0, 1.0, 3.0)
+    assert ratio_of_medians([[1.0, 2.0], [1.5]], [[1.0, 1.0], [1.0]])[0] == 1.5
+    assert ratio_of_medians([], []) is None
+
+
+def test_expected_tau_by_enumeration():
+    for acceptance, drafts in itertools.product((0.0, 0.3, 0.9, 1.0), (1, 3, 7)):
+        mean = 0.0
+        for slots in itertools.product((True, False), repeat=drafts):
+            hits = next((i for i, slot in enumerate(slots) if not slot), drafts)
+            mean += (hits + 1) * math.prod(acceptance if slot else 1 - acceptance for slot in slots)
+        assert expected_tau(acceptance, drafts) == pytest.approx(mean)
+        assert acceptance_for_tau(mean, drafts) == pytest.approx(acceptance, abs=1e-9)
+
+
+# -- simulated acceptance --
+
+
+def test_simulated_taus_are_reached():
+    target, drafter, count, new, taus = make_target("llama"), make_drafter(), 3, 60, [1, 2, 4]
+    methods = ["constant", "transformers"]
+    report = bench(target, drafter, prompts(count), methods=methods, max_new_tokens=new, simulated_taus=taus)
+    assert report.settings["methods"][0] == "plain" and len(report.settings["methods"]) == 7
+    for tau in taus:
+        figures, other = (report.summary()[f"{name} tau={tau}"] for name in methods)
+        assert figures["texts"]["equal"] == count
+        # The last cycle of a text is cut, so a text has up to one cycle more than its tokens would give.
+        acceptance, cycles = acceptance_for_tau(tau, BLOCK - 1), count * (new - 1) / tau
+        second_moment = sum((2 * k + 1) * acceptance**k for k in range(BLOCK))  # of 1 + hits
+        bound = 4 * math.sqrt(max(second_moment - tau**2, 0) / cycles) + tau * count / cycles
+        assert abs(figures["tau"] - tau) <= bound
+        assert figures["acceptance_by_position"] == other["acceptance_by_position"]  # the same luck
+
+
+def test_a_simulated_drafter_shares_weights_and_shows_calibrated_confidence():
+    target, drafter = make_target("llama"), make_drafter()
+    text = greedy(target, prompts(1)[0].ids, max_new_tokens=NEW)
+    simulated = simulated_drafter(drafter, 2.5)
+    simulated.set_texts([0], [text])
+    assert simulated.fc.weight is drafter.fc.weight
+    acceptance, seen = acceptance_for_tau(2.5, BLOCK - 1), []
+    compute = simulated.compute_logits
+    simulated.compute_logits = lambda *args: seen.append(compute(*args)) or seen[-1]
+    ids = torch.tensor([text[:LENGTH]])
+    target.generate(ids, do_sample=False, max_new_tokens=NEW, assistant_model=simulated)
+    tops = torch.cat([logits[0].float().softmax(-1).amax(-1) for logits in seen])
+    torch.testing.assert_close(tops, torch.full_like(tops, acceptance))
+    simulated.generation_config.num_assistant_tokens = 1
+    assert drafter.generation_config.num_assistant_tokens is None
+
+
+def test_rows_that_left_a_batch_are_told_from_their_anchors():
+    texts = [[5, 6, 7, 8], [1, 6, 2, 8], [5, 3, 7, 4], [5, 6, 7, 9]]
+    assert _rows_in_batch(texts, [1, 1, 1, 1], [6, 6, 3, 6]) == [0, 1, 2, 3]
+    assert _rows_in_batch(texts, [2, 3], [2, 9]) == [1, 3]
+    assert _rows_in_batch(texts, [1, 3], [3, 9]) == [2, 3]
+    assert _rows_in_batch(texts, [0, 3, 3], [5, 8, 4]) == [0, 1, 2]
+
+
+# -- batches, prompts, contexts --
+
+
+def test_a_batch_counts_each_row_up_to_its_own_end_and_others_refuse_it():
+    target, drafter, chosen = make_target("llama"), make_drafter(), prompts(5)
+    alone = [greedy(target, prompt.ids, max_new_tokens=12) for prompt in chosen]
+    ends = alone[2][len(chosen[2].ids) + 4]
+    target.generation_config.eos_token_id = ends
+    expected = [greedy(target, prompt.ids, max_new_tokens=12, pad_token_id=PAD) for prompt in chosen]
+    methods = ["native", "prompt-lookup"]
+    report = bench(target, drafter, chosen, methods=methods, max_new_tokens=12, batch_size=2)
+    assert set(report.refused) == set(methods) and "batch_size = 1" in report.refused["native"]
+    runs = {tuple(run["prompts"]): run for run in report.runs}
+    assert set(runs) == {("p0", "p2"), ("p4",), ("p1", "p3")}  # of one category each
+    for names, run in runs.items():
+        lengths = [len(expected[int(name[1])]) - len(chosen[int(name[1])].ids) for name in names]
+        assert run["new_tokens"] == lengths
+        assert run["tokens_per_s"] == pytest.approx(sum(lengths) / run["seconds"])
+    assert min(min(run["new_tokens"]) for run in runs.values()) <= 5
+    assert set(report.to_dict()["by_category"]) == {"a", "b"}
+
+
+def test_contexts_fill_prompts_with_the_others(byte_tokenizer):
+    texts = ["ABCDE", "FGHIJKLM", "NOP"]
+    filled = fill_contexts([Prompt(t, t) for t in texts], [6, 20], byte_tokenizer)
+    assert [(p.id, p.context) for p in filled] == [(t, c) for c in (6, 20) for t in texts]
+    by_ids = fill_contexts(prompts(2), [30], None)
+    assert [len(p.ids) for p in by_ids] == [30, 30] and by_ids[0].ids[-LENGTH:] == prompts(2)[0].ids
+    for prompt in filled:
+        length = len(byte_tokenizer(prompt.text)["input_ids"])
+        assert prompt.text.endswith(prompt.id) and abs(length - max(prompt.context, len(prompt.id))) <= 6
+    batches = make_batches(filled, byte_tokenizer, 3, PAD, "cpu")
+    assert [len({p.context for p in batch.prompts}) for batch in batches] == [1, 1]
+    for batch in batches:
+        for row, ids, mask in zip(batch.rows, batch.input_ids.tolist(), batch.attention_mask.tolist(), strict=True):
+            assert ids[-len(row) :] == row and sum(mask) == len(row) and mask[-len(row) :] == [1] * len(row)
+
+
+def test_prompts_are_read_filtered_and_hashed(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    records = [{"id": i, "category": "xy"[i % 2], "turns": [f"first {i}", "second"]} for i in range(6)]
+    records.append({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]})
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    chosen, sha256 = read_prompts(file)
+    assert [prompt.text for prompt in chosen] == [f"first {i}" for i in range(6)] + ["hello"]
+    assert sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert [p.id for p in read_prompts(file, per_category=2)[0]] == ["0", "1", "2", "3", "7"]
+    assert [p.id for p in read_prompts(file, categories=["y"], limit=2)[0]] == ["1", "3"]
+    with pytest.raises(ValueError, match="no category z; it has all, x, y"):
+        read_prompts(file, categories=["z"])
+    for line, message in (("{", ":8: not JSON"), ('{"text": 1}', "record 8: expected `turns`"), ("[1]", "record 8")):
+        file.write_text("".join(json.dumps(record) + "\n" for record in records) + line)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(file)
+    with pytest.raises(FileNotFoundError, match="no file"):
+        read_prompts(tmp_path / "absent.jsonl")
+
+
+# -- interruption, bad input --
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    target, drafter, out = make_target("llama"), make_drafter(), tmp_path / "bench.json"
+    calls = itertools.count()
+
+    class Interrupting(type(drafter)):
+        def forward(self, *args, **kwargs):
+            if next(calls) == 100:
+                raise KeyboardInterrupt
+            return super().forward(*args, **kwargs)
+
+    drafter.__class__ = Interrupting
+    report = bench(target, drafter, prompts(20), methods=["constant", "transformers"], max_new_tokens=12, out=out)
+    assert report.interrupted
+    whole = Counter(run["method"] for run in report.runs)
+    assert 0 < whole["constant"] < 20 and whole["plain"] >= max(whole["constant"], whole["transformers"])
+    assert all(run["new_tokens"] == [12] for run in report.runs)
+    saved = json.loads(out.read_text())
+    assert saved["interrupted"] and saved["runs"] == report.to_dict()["runs"]
+    assert saved["summary"]["constant"]["ratio"]["low"] > 0
+    assert not list(tmp_path.glob("*.part")) and not target._forward_hooks and not target._forward_pre_hooks
+
+
+def test_a_report_that_cannot_be_written_leaves_the_older_one(tmp_path, monkeypatch):
+    out = tmp_path / "bench.json"
+    report = bench(make_target("llama"), make_drafter(), prompts(1), methods=["plain"], max_new_tokens=4, out=out)
+    before = out.read_text()
+    monkeypatch.setattr(type(out), "write_text", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        report.save(out)
+    assert out.read_text() == before
+
+
+BAD = [
+    ({"methods": ["plain", "magic"]}, "no method magic; expected some of plain"),
+    ({"methods": ["assistant"]}, "pass `assistant`"),
+    ({"block_lengths": [0]}, "between 1 and 3"),
+    ({"block_lengths": [4]}, "between 1 and 3"),
+    ({"simulated_taus": [0.9]}, "between 1 and 4"),
+    ({"simulated_taus": [4.1]}, "between 1 and 4"),
+    ({"simulated_taus": [2], "sampling": Sampling(do_sample=True)}, "leave out sampling"),
+    ({"batch_size": 0}, "batch_size must be at least 1"),
+    ({"repeats": 0}, "repeats must be at least 1"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    ({"prompts": []}, "at least one prompt"),
+    ({"prompts": [Prompt("p", "text")]}, "pass the target's tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_settings_are_refused_before_anything_runs(settings, message):
+    target, drafter = make_target("llama"), make_drafter()
+    target.register_forward_pre_hook(lambda *_: pytest.fail("ran"))
+    with pytest.raises(ValueError, match=message):
+        bench(target, drafter, settings.pop("prompts", prompts(1)), **settings)
+
+
+def test_bad_sampling_and_a_missing_folder(tmp_path):
+    for settings in ({"temperature": 0}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}):
+        with pytest.raises(ValueError, match="Expected temperature > 0"):
+            Sampling(do_sample=True, **settings)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        bench(make_target("llama"), make_drafter(), prompts(1), out=tmp_path / "absent" / "bench.json")
+
+
+# -- memory and efficiency --
+
+
+def test_peak_memory_sees_what_came_and_went():
+    with peak_memory(torch.device("cpu")) as memory:
+        block = torch.ones(96 * 2**20, dtype=torch.uint8)
+        del block
+    if memory.peak is None:
+        pytest.skip("memory cannot be measured on this platform")
+    assert 90 < memory.peak - memory.start < 130
+
+
+@pytest.mark.parametrize("rows", [1, 8, 20])
+def test_kernels_compute_the_same(rows):
+    linear, x = torch.nn.Linear(48, 80), torch.randn(2, rows, 48)
+    for bias in (linear.bias, None):
+        expected = torch.nn.functional.linear(x, linear.weight, bias)
+        for name, make in _kernels(linear.weight.detach()).items():
+            with torch.no_grad():
+                got = make(linear.weight.detach(), bias, 2 * rows)(x)
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_cycle_efficiency_is_the_bare_passes_over_the_cycle_and_leaves_the_models_alone():
+    target, drafter, ids = make_target("gemma3"), make_drafter(), torch.tensor([prompts(1)[0].ids])
+    with torch.no_grad():
+        before = target(ids).logits
+    found = cycle_efficiency(target, drafter, 2.0, batch_size=2, context=30, committed=2, passes=3)
+    assert found["efficiency"] == pytest.approx((found["target_s"] + found["drafter_s"]) / 2.0)
+    for part in ("target_s", "drafter_s"):
+        assert found[part] == min(found["as_it_is"][part], found["best_kernels"][part]) > 0
+    with torch.no_grad():
+        assert torch.equal(target(ids).logits, before)
+        with best_kernels([target], ids.shape[1]) as kernels:
+            torch.testing.assert_close(target(ids).logits, before, atol=1e-3, rtol=1e-3)
+    assert kernels
+    assert not any("forward" in vars(module) for model in (target, drafter) for module in model.modules())
+    for settings, message in (({"cycle_s": 0.0}, "positive"), ({"cycle_s": 1.0, "context": 2}, "0 < committed")):
+        with pytest.raises(ValueError, match=message):
+            cycle_efficiency(target, drafter, **settings)
+
+
+def test_bench_measures_the_efficiency_of_full_blocks():
+    report = bench(
+        make_target("llama"), make_drafter(), prompts(1), methods=["constant"], max_new_tokens=12, efficiency=True
+    )
+    run = next(run for run in report.runs if run["method"] == "constant")
+    cycle = (run["seconds"] - run["first_token_s"]) / run["cycles"]
+    assert report.cycle_efficiency["cycle_s"] == pytest.approx(cycle)
+
+
+# -- the command --
+
+
+@pytest.fixture
+def folders(tmp_path, byte_tokenizer):
+    target = make_target("qwen3")
+    target.save_pretrained(tmp_path / "target")
+    byte_tokenizer.save_pretrained(tmp_path / "target")
+    make_drafter().save_pretrained(tmp_path / "drafter")
+    lines = [{"id": f"q{i}", "category": "xy"[i % 2], "turns": ["ABCDEFGH"[i:]]} for i in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def invoke(folder, *options):
+    typer_testing = pytest.importorskip("typer.testing")
+    from dflash_hf.cli import app
+
+    arguments = ["bench", *(str(folder / name) for name in ("target", "drafter", "prompts.jsonl"))]
+    return typer_testing.CliRunner().invoke(
+        app, [*arguments, "--out", str(folder / "out.json"), "--device", "cpu", *options]
+    )
+
+
+def test_the_command_writes_json_a_table_and_plots(folders):
+    pytest.importorskip("matplotlib")
+    result = invoke(folders, "--max-new-tokens", "8", "--plots", str(folders / "plots"), "--repeats", "2",
+                    "--block-lengths", "1,3", "--methods", "plain,native,constant", "--categories", "x")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    for text in ("constant k=1", "constant k=3", "native", "4/4"):
+        assert text in result.output
+    saved = json.loads((folders / "out.json").read_text())
+    assert saved["schema"] == 1 and set(saved["summary"]) == {"plain", "native", "constant k=1", "constant k=3"}
+    assert saved["prompts"]["count"] == 2 and len(saved["prompts"]["sha256"]) == 64
+    assert saved["environment"]["versions"]["torch"] == torch.__version__
+    assert saved["target"]["dtype"] == saved["drafter"]["dtype"] == "float32"
+    plots = sorted(folders.glob("plots/*"))
+    assert [p.name for p in plots] == ["out-acceptance.png", "out-speedup.png", "out-time.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in plots)
+
+
+def test_the_command_says_in_one_line_what_is_wrong(folders):
+    for options, message in (
+        (["--methods", "magic"], "no method magic"),
+        (["--block-lengths", "1,two"], "Expected numbers"),
+        (["--categories", "z"], "no category z"),
+        (["--sample", "--temperature", "0"], "temperature > 0"),
+    ):
+        result = invoke(folders, *options)
+        assert result.exit_code == 1 and message in result.output, result.output
+        assert not (folders / "out.json").exists()
