@@ -6,9 +6,11 @@ F context features a position, V the target's vocabulary.
 
 from .dispatch import PROTOCOL, install  # isort: skip  (first: it refuses a transformers that is too old)
 
+import functools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -47,21 +49,24 @@ def block_mask(
     causal: bool,
     window: int | None,
     padding_mask: torch.Tensor | None,
+    num_filled: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Who sees whom: bool `[B, 1, L, num_keys]`, or None where everything is visible.
 
     A query at position p sees keys at k > p - window, not beyond itself if causal, and k < p + window if not. Keys are
-    the `num_keys` consecutive positions that end at the block's last one.
+    consecutive positions; a row's last one is the block's last one, and what lies behind it is not looked at.
 
     Args:
         query_positions: `[B, L]` long.
         padding_mask: `[B, num_keys]`, nonzero where there is a key.
+        num_filled: `[B]` long, how many keys a row has; None where all rows have all `num_keys`.
     """
-    if not causal and window is None and padding_mask is None:
+    if not causal and window is None and padding_mask is None and num_filled is None:
         return None
     q = query_positions[:, :, None]  # [B, L, 1]
-    k = query_positions[:, -1:] + torch.arange(1 - num_keys, 1, device=q.device)  # [B, num_keys]
-    k = k[:, None, :]
+    slots = torch.arange(num_keys, device=q.device)
+    ends = num_keys if num_filled is None else num_filled[:, None]
+    k = (query_positions[:, -1:] + 1 - ends + slots)[:, None, :]  # [B, 1, num_keys]
     visible = torch.ones(1, 1, 1, dtype=torch.bool, device=q.device)
     if causal:
         visible = visible & (k <= q)
@@ -69,6 +74,8 @@ def block_mask(
         visible = visible & (k > q - window)
         if not causal:
             visible = visible & (k < q + window)
+    if num_filled is not None:
+        visible = visible & (slots < ends)[:, None]
     if padding_mask is not None:
         visible = visible & padding_mask[:, None, -num_keys:].bool()
     return visible.expand(q.shape[0], q.shape[1], num_keys)[:, None]
@@ -106,8 +113,7 @@ class DFlashAttention(nn.Module):
         hidden_states: torch.Tensor,  # [B, L, D] the block
         context: torch.Tensor,  # [B, S, D] the context features
         position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos, sin [B, S + L, head_dim]
-        query_positions: torch.Tensor,  # [B, L]
-        attention_mask: torch.Tensor | None,
+        masks: Callable[[bool, int | None, int], torch.Tensor | None],  # (causal, window, number of keys) -> mask
         cache,
     ) -> torch.Tensor:
         B, L = hidden_states.shape[:2]
@@ -124,15 +130,7 @@ class DFlashAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
 
-        mask = attention_mask
-        if mask is None or mask.dim() == 2:
-            mask = block_mask(
-                query_positions,
-                k.shape[2],
-                causal=self.causal,
-                window=self.window,
-                padding_mask=attention_mask,
-            )
+        mask = masks(self.causal, self.window, k.shape[2])
         implementation = self.config._attn_implementation
         if "flash" in implementation and (mask is not None or self.attention_sink_bias is not None):
             raise ValueError(
@@ -337,11 +335,24 @@ class DFlashDraftModel(PreTrainedModel):
             past = 0 if cache is None else cache.get_seq_length()
             new = context.shape[1] + block.shape[1]
             position_ids = torch.arange(past, past + new, device=block.device)[None].expand(block.shape[0], -1)
+
+        @functools.cache  # layers of the same kind share one mask
+        def masks(causal: bool, window: int | None, num_keys: int) -> torch.Tensor | None:
+            if attention_mask is not None and attention_mask.dim() == 4:
+                return attention_mask
+            return block_mask(
+                position_ids[:, -block.shape[1] :],
+                num_keys,
+                causal=causal,
+                window=window,
+                padding_mask=attention_mask,
+                num_filled=getattr(cache, "num_filled", None),
+            )
+
         inputs = {
             "context": context,
             "position_embeddings": self.rotary_emb(block, position_ids),
-            "query_positions": position_ids[:, -block.shape[1] :],
-            "attention_mask": attention_mask,
+            "masks": masks,
             "cache": cache,
         }
         for layer in self.layers:
