@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from dflash_hf import DFlashDraftModel
@@ -42,7 +43,7 @@ def test_everything_survives_saving(tmp_path):
         dflash_config={"add_swa_attention_sink_bias": True, "input_embedding_scale": 2.0},
     )  # fmt: skip
     drafter.d2t.copy_(torch.arange(20))
-    drafter.mask_embedding = torch.randn(HIDDEN)
+    drafter.mask_embedding = torch.linspace(-1, 1, HIDDEN)
     drafter.generation_config.num_assistant_tokens = 2
     drafter.generation_config.assistant_confidence_threshold = 0.3
     drafter.save_pretrained(tmp_path)
@@ -207,7 +208,9 @@ DAMAGED = {
     "options": (edit(dflash_config=[1]), "dflash_config must be an object"),
     "empty window": (
         edit(layer_types=["sliding_attention"] * 2, sliding_window=0), "window must be a whole number"),
-    "cut short": (cut_short, "incomplete|invalid|header|deserializ|smaller|not fully"),
+    "cut short": (cut_short, r"model\.safetensors is damaged or incomplete \(.+\); fetch or write it again"),
+    "no header": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"404"), r"model\.safetensors is damaged"),
     "no window": (edit(layer_types=["sliding_attention"] * 2), "sliding_window"),
 }
 
@@ -217,8 +220,33 @@ def test_damaged_and_foreign_checkpoints_are_refused(case, tmp_path):
     make_drafter().save_pretrained(tmp_path)
     damage, message = DAMAGED[case]
     damage(tmp_path)
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(ValueError, match=message):
         DFlashDraftModel.from_pretrained(tmp_path)
+
+
+def test_one_damaged_shard_is_named(tmp_path):
+    make_drafter().save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    shards[1].write_bytes(shards[1].read_bytes()[:-4])
+    with pytest.raises(ValueError, match=f"{shards[1].name} is damaged or incomplete"):
+        DFlashDraftModel.from_pretrained(tmp_path)
+    shards[1].unlink()
+    with pytest.raises(OSError, match=shards[1].name):
+        DFlashDraftModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("options, named", [({"casual": True, "use_sva": False}, "casual, use_sva"), ({}, None)])
+def test_unknown_options_are_named_once(options, named, tmp_path, caplog):
+    make_drafter().save_pretrained(tmp_path)
+    edit_option(**options)(tmp_path)
+    transformers.utils.logging.enable_propagation()
+    with caplog.at_level("WARNING"):
+        drafter = DFlashDraftModel.from_pretrained(tmp_path)
+    transformers.utils.logging.disable_propagation()
+    warnings = [record.message for record in caplog.records if "nothing here reads" in record.message]
+    assert len(warnings) == (named is not None) and all(f"dflash_config: {named}. " in text for text in warnings)
+    assert {key: drafter.config.to_dict()["dflash_config"][key] for key in options} == options  # kept all the same
 
 
 def test_own_tensors_that_do_not_belong_together(tmp_path):
@@ -260,17 +288,29 @@ def test_the_ways_that_transformers_stores_checkpoints(how, subfolder, tmp_path)
     )
 
 
-def test_old_transformers_gives_one_clear_error():
+@pytest.mark.parametrize("how", ["dflash_hf.DFlashDraftModel", "dflash_hf.DFlashConfig", "AutoConfig", "AutoModel"])
+def test_old_transformers_gives_one_clear_error(how, tmp_path):
+    make_drafter().save_pretrained(tmp_path)
     code = """
 import sys; sys.path.insert(0, sys.argv[1])
-import transformers; transformers.__version__ = "5.23.1"
-import dflash_hf
+how, folder = sys.argv[2:]
+import transformers, transformers.configuration_utils
+auto = getattr(transformers, how, None)
+transformers.__version__ = "4.57.1"
 try:
-    dflash_hf.DFlashDraftModel
+    if auto is None:
+        del transformers.configuration_utils.PreTrainedConfig  # spelt otherwise then
+        import dflash_hf
+        eval(how)
+    else:
+        auto.from_pretrained(folder, trust_remote_code=True)
 except ImportError as error:
     print(error)
 """
-    assert "need transformers >= 5.24, found 5.23.1" in run_python(code, ROOT)
+    out = run_python(code, ROOT, how, tmp_path, HF_HOME=str(tmp_path / "cache"))
+    assert out.strip() == (
+        "DFlash drafters need transformers >= 5.24, found 4.57.1: pip install -U \"transformers>=5.24\""
+    )
 
 
 def test_import_is_light():

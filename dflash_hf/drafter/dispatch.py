@@ -8,18 +8,8 @@ registers under its module name; when the last one leaves, transformers is exact
 import functools
 from collections.abc import Callable
 
-import transformers
-from packaging.version import Version
-
-MINIMUM_TRANSFORMERS = "5.24"
-if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
-    raise ImportError(
-        f"DFlash drafters need transformers >= {MINIMUM_TRANSFORMERS}, found {transformers.__version__}: "
-        f'pip install -U "transformers>={MINIMUM_TRANSFORMERS}"'
-    )
-
-from transformers.generation.configuration_utils import GenerationMode  # noqa: E402  (after the version check)
-from transformers.generation.utils import GenerationMixin  # noqa: E402
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerationMixin
 
 PROTOCOL = 1  # of the handlers below; a newer copy replaces an older copy's handlers
 _STATE = "_dflash_hook"

@@ -4,7 +4,7 @@ Shapes: B sequences, S new context positions, L tokens in the block, D the draft
 F context features a position, V the target's vocabulary.
 """
 
-from .dispatch import PROTOCOL, install  # isort: skip  (first: it refuses a transformers that is too old)
+from .configuration_dflash import OPTIONS, DFlashConfig  # isort: skip  (first: refuses a transformers that is too old)
 
 import functools
 import json
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
@@ -27,11 +27,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file, logging
 
 from .candidates import DFlashCandidateGenerator, DFlashRun, last_run
-from .configuration_dflash import DFlashConfig
 from .decoding import decode
+from .dispatch import PROTOCOL, install
+
+logger = logging.get_logger(__name__)
 
 # Tensors that a checkpoint may or may not ship; config.json does not say which, the file does.
 _OWN_TENSORS = ("embed_tokens.weight", "lm_head.weight", "d2t")
@@ -201,6 +203,14 @@ def _refuse_other_kinds(config: DFlashConfig) -> None:
         )
 
 
+def _warn_of_unknown_options(config: DFlashConfig) -> None:
+    if unknown := sorted(set(config.dflash_config) - set(OPTIONS)):
+        logger.warning(
+            f"config.json: nothing here reads these entries of dflash_config: {', '.join(unknown)}. If one of them is "
+            f"misspelt, drafts are worse without an error; known are {', '.join(OPTIONS)}."
+        )
+
+
 def _is_count(value, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -288,6 +298,7 @@ class DFlashDraftModel(PreTrainedModel):
         super().__init__(config)
         _refuse_other_kinds(config)
         _refuse_odd_values(config)
+        _warn_of_unknown_options(config)
         own = own_tensors or {}
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -503,7 +514,8 @@ class DFlashDraftModel(PreTrainedModel):
         """Load a drafter in z-lab's layout from a folder or the Hub; arguments as in transformers.
 
         Raises:
-            ValueError: the checkpoint is of another kind, or misses tensors or has tensors of unknown use (named).
+            ValueError: the checkpoint is of another kind, a file of it is damaged (named), or it misses tensors or has
+                tensors of unknown use (named).
         """
         hub = {key: kwargs[key] for key in ("cache_dir", "force_download", "local_files_only", "token", "revision",
                                             "subfolder") if key in kwargs}  # fmt: skip
@@ -614,16 +626,17 @@ def _refuse_odd_own_tensors(model: DFlashDraftModel) -> None:
 def _own_tensor_shapes(find, variant: str | None) -> dict[str, list[int]]:
     """Shapes of the optional tensors that a checkpoint ships, read off its safetensors headers."""
     if (index := find(_add_variant("model.safetensors.index.json", variant))) is not None:
-        weight_map = json.loads(Path(index).read_text())["weight_map"]
-        files = {name: find(weight_map[name]) for name in _OWN_TENSORS if name in weight_map}
+        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
     else:
-        file = find(_add_variant("model.safetensors", variant))
-        files = dict.fromkeys(_OWN_TENSORS, file) if file is not None else {}
+        names = [_add_variant("model.safetensors", variant)]
     shapes = {}
-    for name, file in files.items():
-        with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118  (safe_open has no __contains__)
-                shapes[name] = list(tensors.get_slice(name).get_shape())
+    for file in filter(None, map(find, names)):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in set(_OWN_TENSORS) & set(tensors.keys()):
+                    shapes[name] = list(tensors.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or incomplete ({error}); fetch or write it again.") from error
     return shapes
 
 
