@@ -27,7 +27,7 @@ _SIZES = (
     *("is_neox_style", "block_size", "mask_token_id", "target_layer_ids", "target_hidden_size", "num_drafts"),
     *("rope_parameters", "layer_windows", "layer_causal", "layer_sinks"),
 )
-_OPTIONS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "draft_vocab_size")
+_OPTIONS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
 
 @dataclass
@@ -105,7 +105,7 @@ def write_zlab(checkpoint: Checkpoint, folder: Path) -> list[str]:
         ("target_architectures", checkpoint.target_architectures),
     ):
         if value:
-            checkpoint.config.dflash_config[name] = value
+            setattr(checkpoint.config, name, value)
     checkpoint.config.save_pretrained(folder)
     checkpoint.generation_config.save_pretrained(folder)
     for source in Path(drafter_package.__file__).parent.glob("*.py"):

@@ -94,7 +94,6 @@ def read(source: str | os.PathLike) -> Checkpoint:
             config.dtype = tensors.get_tensor("fc.weight").dtype
     if "d2t" in shapes and config.option("draft_vocab_size") is None:
         config.draft_vocab_size = shapes["d2t"][0]  # vLLM looks for it
-    options = config.dflash_config
     checkpoint = Checkpoint(
         folder,
         layout,
@@ -102,8 +101,8 @@ def read(source: str | os.PathLike) -> Checkpoint:
         files,
         shapes,
         generation_config,
-        target=options.get("target_name_or_path"),
-        target_architectures=options.get("target_architectures") or [],
+        target=getattr(config, "target_name_or_path", None),
+        target_architectures=getattr(config, "target_architectures", None) or [],
         notes=notes,
     )
     _account(checkpoint)

@@ -15,7 +15,8 @@ TRAINING_TENSORS = ("verifier_lm_head.weight", "verifier_norm.weight")
 # Keys of our config that say nothing about the transformer layers.
 _NOT_LAYER_KEYS = (
     *("architectures", "auto_map", "block_size", "dflash_config", "draft_vocab_size", "dtype", "is_causal"),
-    *("is_neox_style", "rope_scaling", "rope_theta", "transformers_version"),
+    *("is_neox_style", "rope_scaling", "rope_theta", "target_architectures", "target_name_or_path"),
+    "transformers_version",
 )
 # Top-level keys that are read below, or that every transformers config has and a drafter does not need.
 _READ = {
@@ -29,7 +30,7 @@ _READ = {
 def read_config(raw: dict[str, Any]) -> tuple[DFlashConfig, int | None, list[str]]:
     """Turn a speculators config.json into `(config, draft tokens a pass or None for all, notes)`.
 
-    The name and the architectures of the target are kept in `config.dflash_config`.
+    The name and the architectures of the target become `config.target_name_or_path` and `.target_architectures`.
 
     Raises:
         ValueError: names what is missing, or what a DFlash drafter here cannot hold.
@@ -63,13 +64,13 @@ def read_config(raw: dict[str, Any]) -> tuple[DFlashConfig, int | None, list[str
     ]
     if slides:
         notes.append(
-            f"sliding_window={settings['sliding_window']}: in training, speculators counts it from the block's "
-            "anchor; z-lab's layout counts it from each query, so that up to block_size - 1 of the oldest keys differ"
+            f"sliding_window={settings['sliding_window']}: speculators trains with it counted from the block's anchor, "
+            "z-lab's layout counts it from each query; up to block_size of the oldest keys in it differ"
         )
     drafts, verifier = _read_speculators_config(raw.get("speculators_config") or {})
     for key in ("name_or_path", "architectures"):
         if verifier.get(key):
-            nested[f"target_{key}"] = verifier[key]
+            settings[f"target_{key}"] = verifier[key]
     settings |= {"block_size": raw.get("block_size", 8), "dflash_config": nested}  # 8: speculators' default
     if raw.get("target_hidden_size") is not None:
         settings["target_hidden_size"] = raw["target_hidden_size"]
@@ -158,7 +159,7 @@ def unheld(
         *("mask_token_id", "target_layer_ids", "block_size", "target_hidden_size", "causal", "use_swa"),
         *("swa_window_size", "sample_from_anchor", "attention_sink_bias", "add_swa_attention_sink_bias"),
         *("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "attention_value_scale"),
-        *("target_name_or_path", "target_architectures", "draft_vocab_size"),
+        "draft_vocab_size",
     }
     refused += [f"dflash_config.{key}={value!r}" for key, value in options.items() if key not in known]
     return refused
