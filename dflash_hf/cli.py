@@ -145,6 +145,28 @@ def bench(
     typer.echo("\n".join(map(str, [out, *drawn])))
 
 
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Drafter's folder or Hub name, in z-lab's or speculators' layout.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
+    to: Annotated[str, typer.Option(help="Layout to write: z-lab or speculators.")] = "z-lab",
+    target: Annotated[str | None, typer.Option(help="Folder or Hub name of the target; speculators names it.")] = None,
+) -> None:
+    """Write a drafter in the layout that transformers, vLLM and SGLang load, or in speculators'.
+
+    Example: dflash-hf convert z-lab/Qwen3-8B-DFlash-b16 for-training --to speculators --target Qwen/Qwen3-8B
+    """
+    from . import checkpoints
+
+    with one_line_errors():
+        done = checkpoints.convert(source, out, to=to, target=target)
+    typer.echo(f"{out}: {len(done.tensors)} tensors, {done.layout} layout, the same draft before and after")
+    for name, reason in done.left_out.items():
+        typer.echo(f"left out: {name} ({reason})")
+    for note in done.notes:
+        typer.echo(f"note: {note}")
+
+
 def _list(text: str | None, kind=str) -> list | None:
     """The parts of `a,b,c`; None for None.
 
