@@ -64,8 +64,8 @@ def read_config(raw: dict[str, Any]) -> tuple[DFlashConfig, int | None, list[str
     ]
     if slides:
         notes.append(
-            f"sliding_window={settings['sliding_window']}: speculators trains with it counted from the block's anchor, "
-            "z-lab's layout counts it from each query; up to block_size of the oldest keys in it differ"
+            f"sliding_window={settings['sliding_window']}: speculators trains with it counted from the block's "
+            "anchor, z-lab's layout counts it from each query; up to block_size of the oldest keys in it differ"
         )
     drafts, verifier = _read_speculators_config(raw.get("speculators_config") or {})
     for key in ("name_or_path", "architectures"):
