@@ -23,7 +23,7 @@ from drafters import BLOCK, make_drafter, oracle
 from simulated_acceptance import random_target
 from targets import PAD, VOCAB, make_target, prompt_ids
 
-NEW, LENGTH = 40, 9
+NEW, LENGTH = 24, 9
 
 
 def prompts(count=3, length=LENGTH):
@@ -49,8 +49,10 @@ def counting_target(vocab=32):
 # -- cycles --
 
 
-@pytest.mark.parametrize("method", ["constant", "transformers"])
-@pytest.mark.parametrize("hit", ["always", "sometimes", "never"])
+@pytest.mark.parametrize(
+    ("method", "hit"),
+    [("constant", "always"), ("constant", "sometimes"), ("constant", "never"), ("transformers", "sometimes")],
+)
 def test_tau_and_acceptance_by_hand(method, hit):
     target, prompt = make_target("llama"), prompts(1)[0]
     drafter = oracle(greedy(target, prompt.ids, max_new_tokens=NEW), hit)
@@ -173,8 +175,8 @@ def test_times_come_from_the_loop_where_hooks_do_not_see_its_passes(monkeypatch)
 def test_sampling_is_the_same_draw_run_after_run_and_is_not_compared():
     target, drafter = make_target("llama"), make_drafter()
     sampling = Sampling(do_sample=True, temperature=0.8, top_k=20, top_p=0.95)
-    settings = {"methods": ["native", "constant"], "max_new_tokens": 12, "sampling": sampling, "seed": 3}
-    runs = [bench(target, drafter, prompts(2), **settings).runs for _ in range(2)]
+    settings = {"methods": ["native", "constant"], "max_new_tokens": 20, "sampling": sampling, "seed": 3}
+    runs = [bench(target, drafter, prompts(1), **settings).runs for _ in range(2)]
     assert [r["accepted"] for r in runs[0]] == [r["accepted"] for r in runs[1]]
     assert not any("ids_equal" in run for run in runs[0])
 
@@ -258,12 +260,12 @@ def test_expected_tau_by_enumeration():
 
 
 def test_simulated_taus_are_reached():
-    target, drafter, count, new, taus = make_target("llama"), make_drafter(), 3, 60, [1, 2, 4]
+    target, drafter, count, new, taus = make_target("llama"), make_drafter(), 2, 40, [1.5, 4]
     methods = ["constant", "transformers"]
     report = bench(target, drafter, prompts(count), methods=methods, max_new_tokens=new, simulated_taus=taus)
-    assert report.settings["methods"][0] == "plain" and len(report.settings["methods"]) == 7
+    assert report.settings["methods"][0] == "plain" and len(report.settings["methods"]) == 5
     for tau in taus:
-        figures, other = (report.summary()[f"{name} tau={tau}"] for name in methods)
+        figures, other = (report.summary()[f"{name} tau={tau:g}"] for name in methods)
         assert figures["texts"]["equal"] == count
         # The last cycle of a text is cut, so a text has up to one cycle more than its tokens would give.
         acceptance, cycles = acceptance_for_tau(tau, BLOCK - 1), count * (new - 1) / tau
@@ -365,16 +367,16 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
 
     class Interrupting(type(drafter)):
         def forward(self, *args, **kwargs):
-            if next(calls) == 100:
+            if next(calls) == 60:
                 raise KeyboardInterrupt
             return super().forward(*args, **kwargs)
 
     drafter.__class__ = Interrupting
-    report = bench(target, drafter, prompts(20), methods=["constant", "transformers"], max_new_tokens=12, out=out)
+    report = bench(target, drafter, prompts(12), methods=["constant", "transformers"], max_new_tokens=8, out=out)
     assert report.interrupted
     whole = Counter(run["method"] for run in report.runs)
-    assert 0 < whole["constant"] < 20 and whole["plain"] >= max(whole["constant"], whole["transformers"])
-    assert all(run["new_tokens"] == [12] for run in report.runs)
+    assert 0 < whole["constant"] < 12 and whole["plain"] >= max(whole["constant"], whole["transformers"])
+    assert all(run["new_tokens"] == [8] for run in report.runs)
     saved = json.loads(out.read_text())
     assert saved["interrupted"] and saved["runs"] == report.to_dict()["runs"]
     assert saved["summary"]["constant"]["ratio"]["low"] > 0

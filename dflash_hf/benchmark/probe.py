@@ -1,7 +1,6 @@
 """Instruments: where the time of a generate call goes, what its cycles did, and how much memory it took."""
 
 import ctypes
-import gc
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -177,7 +176,6 @@ class PeakMemory:
 def peak_memory(device: torch.device):
     """Measure the block: `with peak_memory(device) as memory: ...`, then read `memory.peak` (see `PeakMemory`)."""
     memory = PeakMemory()
-    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

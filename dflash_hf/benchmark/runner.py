@@ -1,5 +1,6 @@
 """The measurement: every method on every batch, one after the other, in one process."""
 
+import gc
 import os
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -154,6 +155,7 @@ def _measure(target, drafter, methods, batches, report, max_new_tokens, repeats,
 
     for tokens, with_memory in ((min(WARM_UP_TOKENS, max_new_tokens), False), (max_new_tokens, True)):
         texts = None
+        gc.collect()  # what an interrupted or refused call left behind is nobody's memory
         for method in methods:
             result = run(method, longest, texts, tokens=tokens, memory=with_memory)
             if result is not None:
