@@ -58,6 +58,76 @@ def answer(
 
 
 @app.command()
+def features(
+    target: Annotated[str, typer.Argument(help="Folder or Hub name of the target.")],
+    answers: Annotated[Path, typer.Argument(help="File that `answer` wrote.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write the shards to.")],
+    drafter: Annotated[str, typer.Option(help="Folder or Hub name of the drafter whose layers to keep.")],
+    with_final: Annotated[bool, typer.Option("--with-final", help="Keep what distillation needs too.")] = False,
+    storage: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, ...")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    skip: Annotated[int, typer.Option(help="Leave out the first answers.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Take this many answers.")] = None,
+) -> None:
+    """Keep the TARGET's context features of ANSWERS on disk, so that training computes them once."""
+    from . import DFlashConfig
+    from .training.answers import read_samples
+    from .training.features import write_features
+
+    with one_line_errors():
+        samples = read_samples(answers)[skip:][:limit]
+        layers = DFlashConfig.from_pretrained(drafter).target_layer_ids
+        model, _ = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
+        written = write_features(model, samples, out, layers, dtype=storage, with_final=with_final, progress=True)
+    typer.echo(f"{out}: {written} shards written, {len(samples)} answers")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(help="Folder or Hub name of the target.")],
+    data: Annotated[str, typer.Option(help="Answers (JSONL) or folders of features, with commas between them.")],
+    eval_data: Annotated[str | None, typer.Option(help="The same, held out; evaluated under their names.")] = None,
+    init_from: Annotated[str | None, typer.Option(help="Drafter to start from; unset: a fresh one.")] = None,
+    num_layers: Annotated[int, typer.Option(help="Of a fresh drafter.")] = 5,
+    block_size: Annotated[int, typer.Option(help="Of a fresh drafter.")] = 16,
+    gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the target's weights: auto, float32, bfloat16, ...")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+) -> None:
+    """Train a drafter of TARGET. Call it again after an interruption: it goes on from the last checkpoint.
+
+    Every option of transformers' TrainingArguments is one here (--output_dir, --learning_rate, --max_steps ...), and
+    those of DFlashTrainingArguments (--num_anchors, --max_length, --distillation_weight ...). Their defaults are the
+    paper's.
+    """
+    from transformers import HfArgumentParser
+
+    from . import DFlashDraftModel
+    from .training import trainer as t
+
+    with one_line_errors():
+        (arguments,) = HfArgumentParser(t.DFlashTrainingArguments).parse_args_into_dataclasses(context.args)
+        model, _ = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
+        if init_from is not None:
+            drafter = DFlashDraftModel.from_pretrained(init_from, dtype="float32")
+        else:
+            drafter = DFlashDraftModel.for_target(model, num_layers=num_layers, block_size=block_size)
+        trainer = t.DFlashTrainer(
+            drafter,
+            model,
+            arguments,
+            t.read_dataset(_list(data)),
+            {Path(name).stem: t.read_dataset([name]) for name in _list(eval_data) or []} or None,
+        )
+        trainer.train(resume_from_checkpoint=True)
+        trainer.save_model()
+    typer.echo(f"{arguments.output_dir}: a drafter of {trainer.state.global_step} steps")
+
+
+@app.command()
 def bench(
     target: Annotated[str, typer.Argument(help="Folder or Hub name of the target.")],
     drafter: Annotated[str, typer.Argument(help="Folder or Hub name of its drafter.")],

@@ -1,0 +1,356 @@
+"""The training objective (paper, section 4): blocks at random anchors, one masked drafter pass, a weighted loss.
+
+Sequences are packed: the contexts of all sequences in a batch stand in one row of T positions, their N blocks of L
+tokens in another. Block n sees the context positions `visible[n] = [start, stop)`, which are its own sequence's tokens
+before its anchor, and itself; blocks never see each other. With K drafts a block, draft d (from 0) is about the token
+d + 1 places behind the anchor.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION = "blocks_at_anchors"  # the drafter refuses names with "flash" in them
+IGNORE = -100
+# Queries of one call of sdpa on a CPU: its mask has this many rows, and a group's keys end at its last anchor.
+QUERIES_IN_A_GROUP = 128
+# Logits that are there at a time: 256 MB in float32, whatever the vocabulary is.
+LOGITS_IN_A_CHUNK = 2**26
+
+
+def loss_decay(block_size: int) -> float:
+    """The paper's gamma (equation 4): 4, 5 and 7 for blocks of 8, 10 and 16.
+
+    Between and beyond those it is ours: linear, and half the block below 8.
+
+    >>> [loss_decay(size) for size in (4, 8, 10, 13, 16)]
+    [2.0, 4.0, 5.0, 6.0, 7.0]
+    """
+    if block_size <= 10:
+        return block_size / 2
+    return 5 + (block_size - 10) / 3
+
+
+def slot_weights(num_drafts: int, gamma: float) -> torch.Tensor:
+    """`[K]` float32: exp(-(k - 1) / gamma) for the k-th draft, counted from 1 (equation 4).
+
+    >>> slot_weights(3, 4.0)
+    tensor([1.0000, 0.7788, 0.6065])
+    """
+    return torch.exp(-torch.arange(num_drafts) / gamma)
+
+
+def possible_anchors(spans: list[tuple[int, int]]) -> list[int]:
+    """Positions in an answer that have a token of the same answer behind them, as every anchor in generation has.
+
+    >>> possible_anchors([(3, 6), (9, 10)])
+    [3, 4]
+    """
+    return [position for start, stop in spans for position in range(start, stop - 1)]
+
+
+def draw_anchors(spans: list[tuple[int, int]], count: int, seed: int, epoch: int, sample_id: str) -> list[int]:
+    """At most `count` different anchors, in order; the same for the same seed, epoch and sample on every process."""
+    anchors = possible_anchors(spans)
+    if len(anchors) > count:
+        anchors = sorted(random.Random(f"{seed}/{epoch}/{sample_id}").sample(anchors, count))
+    return anchors
+
+
+# -- batches --
+
+
+@dataclass
+class Blocks:
+    """Packed sequences and their blocks; T context positions, N blocks of L tokens, K drafts a block.
+
+    Attributes:
+        features: `[1, T, F * D_t]`, or None while they are still to be computed.
+        final: `[T, D_t]` final hidden states of the target, for distillation, or None.
+        block_ids: `[1, N * L]` long, anchor and mask tokens.
+        position_ids: `[1, T + N * L]` long, of the context and then the blocks, counted in each sequence.
+        visible: `[N, 2]` long, the context positions that a block sees.
+        labels: `[N, K]` long, `IGNORE` behind the end of the answer.
+        teachers: `[N, K]` long, rows of `final` from which the target predicts those labels.
+        owners: `[N]` long, the sequence that each block belongs to.
+    """
+
+    features: torch.Tensor | None
+    final: torch.Tensor | None
+    block_ids: torch.Tensor
+    position_ids: torch.Tensor
+    visible: torch.Tensor
+    labels: torch.Tensor
+    teachers: torch.Tensor
+    owners: torch.Tensor
+
+
+def pack(items: list[dict], anchors: list[list[int]], config) -> Blocks:
+    """Put sequences side by side, each with a block at every anchor.
+
+    Args:
+        items: dicts with `ids` `[S]` long, `spans`, and where they are known `features` `[S, F * D_t]` and `final`
+            `[S, D_t]`.
+        anchors: of each item, in order.
+        config: the drafter's.
+    """
+    L, K = config.block_size, config.num_drafts
+    starts = [0]
+    for item in items:
+        starts.append(starts[-1] + len(item["ids"]))
+    ids = torch.cat([item["ids"] for item in items])
+    device = ids.device
+    owners = torch.tensor([n for n, of in enumerate(anchors) for _ in of], dtype=torch.long, device=device)
+    local = torch.tensor([anchor for of in anchors for anchor in of], dtype=torch.long, device=device)
+    begin = torch.tensor(starts, dtype=torch.long, device=device)[owners]  # [N]
+    ends = []  # of the answer that each anchor is in, in the row
+    for n, (item, of) in enumerate(zip(items, anchors, strict=True)):
+        for anchor in of:
+            ends.append(starts[n] + next(stop for start, stop in item["spans"] if start <= anchor < stop))
+    ends = torch.tensor(ends, dtype=torch.long, device=device)
+    row = begin + local  # [N] the anchors in the row
+    block_ids = torch.full((len(row), L), config.mask_token_id, dtype=torch.long, device=device)
+    block_ids[:, 0] = ids[row]
+    about = row[:, None] + torch.arange(1, K + 1, device=device)  # [N, K] what the drafts are about
+    labels = torch.where(about < ends[:, None], ids[about.clamp(max=len(ids) - 1)], IGNORE)
+    positions = torch.cat([torch.arange(len(item["ids"]), device=device) for item in items])
+    block_positions = local[:, None] + torch.arange(L, device=device)
+    has = {name: all(item.get(name) is not None for item in items) for name in ("features", "final")}
+    return Blocks(
+        features=torch.cat([item["features"] for item in items])[None] if has["features"] else None,
+        final=torch.cat([item["final"] for item in items]) if has["final"] else None,
+        block_ids=block_ids.view(1, -1),
+        position_ids=torch.cat([positions, block_positions.flatten()])[None],
+        visible=torch.stack([begin, row], dim=1),
+        labels=labels,
+        teachers=(about - 1).clamp(max=len(ids) - 1),
+        owners=owners,
+    )
+
+
+def weight_of(labels: torch.Tensor, gamma: float) -> torch.Tensor:
+    """`[N, K]` float32: the weight of every label, 0 where there is none."""
+    return slot_weights(labels.shape[1], gamma).to(labels.device) * (labels != IGNORE)
+
+
+# -- attention --
+
+
+def visibility(
+    visible: torch.Tensor, block_size: int, first: int, stop: int, *, causal: bool, window: int | None
+) -> torch.Tensor:
+    """Who sees whom: bool `[n * L, (stop - first) + n * L]` for n blocks over context `[first, stop)` and themselves.
+
+    The rule is that of `block_mask` in the drafter. Context stands before the anchor, so causality only matters
+    inside the block.
+
+    Args:
+        visible: `[n, 2]` of these blocks.
+    """
+    n, L, device = len(visible), block_size, visible.device
+    slots = torch.arange(L, device=device)
+    begin, anchor = visible.repeat_interleave(L, dim=0).unbind(1)  # [n * L]
+    query = anchor + slots.repeat(n)  # where each query stands, in the row
+    keys = torch.arange(first, stop, device=device)
+    context = (keys >= begin[:, None]) & (keys < anchor[:, None])
+    inside = torch.ones(L, L, dtype=torch.bool, device=device)
+    if causal:
+        inside = inside & (slots <= slots[:, None])
+    if window is not None:
+        context = context & (keys > query[:, None] - window)
+        inside = inside & (slots > slots[:, None] - window) & (slots < slots[:, None] + window)
+    block = torch.arange(n, device=device).repeat_interleave(L)
+    own = (block == block[:, None]) & inside.repeat(n, n)
+    return torch.cat([context, own], dim=1)
+
+
+def _groups(visible: torch.Tensor, block_size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of neighbouring blocks of one sequence, about QUERIES_IN_A_GROUP queries each."""
+    begins, most = visible[:, 0].tolist(), max(1, QUERIES_IN_A_GROUP // block_size)
+    start = 0
+    for n in range(1, len(begins) + 1):
+        if n == len(begins) or begins[n] != begins[start] or n - start == most:
+            yield start, n
+            start = n
+
+
+def block_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """Attention function of transformers' registry: blocks over packed contexts; with any other mask it is sdpa.
+
+    Args:
+        module: a `DFlashAttention`, whose `causal` and `window` count.
+        query: `[1, H, N * L, head_dim]`.
+        key, value: `[1, H_kv, T + N * L, head_dim]`.
+        attention_mask: `Blocks.visible` as `[1, 1, N, 2]`, long. Blocks that follow each other should be of one
+            sequence, in the order of their anchors.
+
+    Returns:
+        `[1, N * L, H, head_dim]` and None.
+    """
+    if attention_mask is None or attention_mask.is_floating_point() or attention_mask.dtype == torch.bool:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    visible = attention_mask[0, 0]
+    L = query.shape[2] // len(visible)
+    T = key.shape[2] - query.shape[2]
+    if query.device.type == "cuda":
+        return _flex(module, query, key, value, attention_mask, L, T, scaling), None
+    found = []
+    for start, stop in _groups(visible, L):
+        mine = visible[start:stop]
+        first, last = int(mine[0, 0]), int(mine[:, 1].max())
+        rows, own = slice(start * L, stop * L), slice(T + start * L, T + stop * L)
+        mask = visibility(mine, L, first, last, causal=module.causal, window=module.window)
+        k = torch.cat([key[:, :, first:last], key[:, :, own]], dim=2)
+        v = torch.cat([value[:, :, first:last], value[:, :, own]], dim=2)
+        out, _ = sdpa_attention_forward(module, query[:, :, rows], k, v, mask[None, None], dropout, scaling)
+        found.append(out)
+    return torch.cat(found, dim=1), None
+
+
+def _flex(module, query, key, value, attention_mask, block_size: int, T: int, scaling) -> torch.Tensor:
+    """The same by FlexAttention, which skips what is hidden and keeps no mask of every pair."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    visible, L = attention_mask[0, 0], block_size
+    # The layers of one pass share a mask where their rule is the same; the tensor is theirs alone.
+    masks = attention_mask.__dict__.setdefault("block_masks", {})
+    rule = (module.causal, module.window)
+    if rule not in masks:
+        causal, window = rule
+
+        def sees(batch, head, q, k):
+            begin, anchor = visible[q // L, 0], visible[q // L, 1]
+            slot, other = q % L, (k - T) % L
+            context = (k < T) & (k >= begin) & (k < anchor)
+            own = (k >= T) & ((k - T) // L == q // L)
+            if causal:
+                own = own & (other <= slot)
+            if window is not None:
+                context = context & (k > anchor + slot - window)
+                own = own & (other > slot - window) & (other < slot + window)
+            return context | own
+
+        masks[rule] = create_block_mask(sees, 1, None, query.shape[2], key.shape[2], device=query.device)
+    attend = torch.compile(flex_attention) if query.device.type == "cuda" else flex_attention
+    out = attend(query, key, value, block_mask=masks[rule], scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    return out.transpose(1, 2)
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, block_attention)
+
+
+def _whole_mask(module, args, kwargs):
+    """A sink is one more key with a bias, which needs the whole mask of the sequences in this batch."""
+    masks, queries = kwargs["masks"], args[0].shape[1]
+
+    def whole(causal: bool, window: int | None, num_keys: int) -> torch.Tensor | None:
+        mask = masks(causal, window, num_keys)
+        if mask is None or mask.dtype != torch.long:
+            return mask
+        visible = mask[0, 0]
+        L = queries // len(visible)
+        return visibility(visible, L, 0, num_keys - queries, causal=causal, window=window)[None, None]
+
+    return args, kwargs | {"masks": whole}
+
+
+def use_block_attention(drafter) -> None:
+    """Let a drafter take `Blocks.visible` as its attention mask. Other masks work as before, by sdpa."""
+    if drafter.config._attn_implementation == ATTENTION:
+        return
+    drafter.config._attn_implementation = ATTENTION
+    for layer in drafter.layers:
+        if layer.self_attn.attention_sink_bias is not None:
+            layer.self_attn.register_forward_pre_hook(_whole_mask, with_kwargs=True)
+
+
+def block_states(model, drafter, blocks: Blocks, target_embeddings) -> torch.Tensor:
+    """One drafter pass: the states `[N, K, D]` of the slots that draft, ready for the LM head.
+
+    Args:
+        model: the drafter, or what wraps it (DDP, FSDP, peft).
+        drafter: the drafter inside, after `use_block_attention`.
+        blocks: with features.
+        target_embeddings: the target's embedding module; not trained, nor is a drafter's own.
+    """
+    config = drafter.config
+    with torch.no_grad():
+        noise = drafter.embed_block(blocks.block_ids, target_embeddings)
+    states = model(
+        noise_embeds=noise,
+        context_hidden_states=blocks.features,
+        position_ids=blocks.position_ids,
+        attention_mask=blocks.visible[None, None],
+    ).last_hidden_state
+    return states.view(-1, config.block_size, states.shape[-1])[:, config.block_size - config.num_drafts :]
+
+
+# -- loss --
+
+
+class _Chunked(torch.autograd.Function):
+    """Sum of a loss over rows, a chunk at a time; the gradient is taken with the loss, so no logits are kept."""
+
+    @staticmethod
+    def forward(ctx, states: torch.Tensor, loss_of: Callable, rows: int, wants_gradient: bool) -> torch.Tensor:
+        total = states.new_zeros((), dtype=torch.float32)
+        gradient = torch.empty_like(states) if wants_gradient else None
+        for start in range(0, len(states), rows):
+            part = slice(start, start + rows)
+            with torch.set_grad_enabled(wants_gradient):
+                chunk = states[part].detach().requires_grad_(wants_gradient)
+                loss = loss_of(chunk, part)
+            if wants_gradient:
+                (gradient[part],) = torch.autograd.grad(loss, chunk)
+            total += loss.detach()
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_output.to(gradient.dtype), None, None, None
+
+
+def weighted_loss(
+    states: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
+    teacher: Callable[[slice], torch.Tensor] | None = None,
+    distillation_weight: float = 0.0,
+) -> torch.Tensor:
+    """Sum over rows of weight x ((1 - a) cross-entropy + a KL(target || drafter)), a the distillation weight.
+
+    Args:
+        states: `[M, D]`, of slots that have a label.
+        labels: `[M]` long.
+        weights: `[M]` float32.
+        head: frozen; states `[m, D]` to logits `[m, V]`.
+        vocab_size: V, which says how many rows are done at a time.
+        teacher: rows to the target's logits `[m, V]`; needed where `distillation_weight` is above 0.
+
+    Returns:
+        A float32 scalar.
+    """
+
+    def loss_of(chunk, part):
+        logits = head(chunk).float()
+        losses = F.cross_entropy(logits, labels[part], reduction="none")
+        if distillation_weight > 0:
+            with torch.no_grad():
+                wanted = teacher(part).float().log_softmax(-1)
+            divergence = F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True)
+            # A reduced draft vocabulary cannot give the tokens that it does not hold.
+            divergence = divergence.masked_fill(logits == float("-inf"), 0.0).sum(-1)
+            losses = (1 - distillation_weight) * losses + distillation_weight * divergence
+        return (losses * weights[part]).sum()
+
+    rows = max(1, LOGITS_IN_A_CHUNK // vocab_size)
+    return _Chunked.apply(states, loss_of, rows, torch.is_grad_enabled() and states.requires_grad)
