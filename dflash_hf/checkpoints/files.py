@@ -92,7 +92,7 @@ def read(source: str | os.PathLike) -> Checkpoint:
     if config.dtype is None and "fc.weight" in files:
         with safe_open(files["fc.weight"], framework="pt") as tensors:
             config.dtype = tensors.get_tensor("fc.weight").dtype
-    if "d2t" in shapes and config.option("draft_vocab_size") is None:
+    if "d2t" in shapes and config.option("draft_vocab_size") is None and shapes["d2t"] != [config.vocab_size]:
         config.draft_vocab_size = shapes["d2t"][0]  # vLLM looks for it
     checkpoint = Checkpoint(
         folder,
