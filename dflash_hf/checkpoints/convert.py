@@ -1,6 +1,5 @@
 """From one drafter layout to the other, tensor by tensor, with a draft before and after that must be the same."""
 
-import gc
 import json
 import os
 import shutil
@@ -214,13 +213,11 @@ def draft_logits(drafter: DFlashDraftModel, seed: int = 0) -> torch.Tensor:
 
 
 def _check_same(before: Path, after: Path) -> None:
-    results = []
-    for folder in (before, after):
+    def result(folder: Path):  # one drafter at a time: it is gone on return
         drafter = load_drafter(folder)
-        results.append((meaning(drafter.config), draft_logits(drafter)))
-        del drafter
-        gc.collect()
-    (meaning_before, logits_before), (meaning_after, logits_after) = results
+        return meaning(drafter.config), draft_logits(drafter)
+
+    (meaning_before, logits_before), (meaning_after, logits_after) = result(before), result(after)
     differ = [name for name, value in meaning_before.items() if meaning_after[name] != value]
     if differ or not torch.equal(logits_before, logits_after):
         raise RuntimeError(

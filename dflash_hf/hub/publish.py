@@ -1,0 +1,229 @@
+"""From a drafter to a repository on the Hub."""
+
+import glob
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import distribution
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelCard, get_token
+
+from ..checkpoints import Checkpoint, convert, meaning, read
+from ..checkpoints.convert import new_folder
+from ..drafter.configuration_dflash import DFlashConfig
+from ..drafter.modeling_dflash import DFlashDraftModel
+from .card import Measurements, hub_name, write_card
+
+
+@dataclass
+class Published:
+    """What `publish` did: the commit (None if nothing was uploaded), where to look at it, and the files."""
+
+    repo_id: str
+    revision: str | None
+    url: str
+    files: list[str]
+
+
+def publish(
+    drafter: DFlashDraftModel | str | os.PathLike,
+    repo_id: str,
+    *,
+    measurements: str | os.PathLike | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    datasets: list[str] | None = None,
+    language: list[str] | None = None,
+    include: Iterable[str] = (),
+    private: bool | None = None,
+    revision: str | None = None,
+    force: bool = False,
+    token: str | None = None,
+    out: str | os.PathLike | None = None,
+) -> Published:
+    """Publish a drafter: weights, config, code for `trust_remote_code`, generation config, LICENSE and card.
+
+    The folder itself is left as it is. Its README.md, if it has one, is the card, with the figures filled in; else a
+    card is written. Of its other files only LICENSE, NOTICE and what `include` names are published. An upload that
+    broke off goes on where it was when the same call is made again.
+
+    Args:
+        drafter: a loaded drafter, or a folder or Hub name in z-lab's or speculators' layout.
+        repo_id: `owner/name`; made if it does not exist.
+        measurements: the JSON file of `dflash-hf bench --out`; every figure of the card comes from it.
+        base_model: Hub name of the target; unset: what the drafter, its card or the measurements say.
+        license: Hub identifier, such as "apache-2.0"; unset: what the drafter's card says.
+        datasets: Hub names of the data that it was trained on.
+        language: of that data, such as ["en"].
+        include: patterns of other files of the drafter's folder, such as "recipe/*".
+        private: for a repository that is made.
+        revision: branch to upload to; made if it does not exist. Unset: main.
+        force: replace the files of a repository that holds something else. Its history keeps them.
+        token: of the Hub; unset: that of `hf auth login` or HF_TOKEN.
+        out: write the files to this new folder and upload nothing.
+
+    Raises:
+        ValueError: the drafter is damaged, the card lacks something that only the caller knows, the measurements are
+            of another drafter, or the repository holds something else.
+        OSError: the Hub cannot be reached or refuses; no token is ever part of the message.
+
+    Example:
+        >>> publish("my-drafter", "me/my-drafter", measurements="bench.json", license="apache-2.0")  # doctest: +SKIP
+    """
+    if repo_id.count("/") != 1:
+        raise ValueError(f"Expected a repository like owner/name, got {repo_id!r}.")
+    with new_folder(out) if out is not None else _temporary() as stage:
+        files = _write(stage, drafter, repo_id, measurements, base_model, license, datasets, language, include)
+        if out is not None:
+            return Published(repo_id, None, str(out), files)
+        with without_tokens(token):
+            return _upload(stage, repo_id, files, private=private, revision=revision, force=force, token=token)
+
+
+@contextmanager
+def _temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def _write(stage, drafter, repo_id, measurements, base_model, license, datasets, language, include) -> list[str]:
+    """Fill `stage` with all files of the repository; return their names."""
+    measured = None if measurements is None else Measurements(measurements)
+    with _temporary() if isinstance(drafter, DFlashDraftModel) else nullcontext(drafter) as source:
+        if isinstance(drafter, DFlashDraftModel):
+            drafter.save_pretrained(source)
+        checkpoint = read(source)
+        readme = checkpoint.folder / "README.md"
+        written = readme.read_text() if readme.is_file() else None
+        said = ModelCard(written).data.to_dict() if written else {}
+        candidates = [base_model, said.get("base_model"), checkpoint.target]
+        candidates.append(measured.report["target"]["name"] if measured else None)
+        base_model = next((name for name in candidates if isinstance(name, str) and hub_name(name)), None)
+        license = license or said.get("license")
+        for name, value, example in (
+            ("base_model", base_model, "Qwen/Qwen3-8B"),
+            ("license", license, "apache-2.0"),
+        ):
+            if value is None:
+                raise ValueError(f"The card needs {name}, and the drafter does not say it: pass {name}='{example}'.")
+        convert(source, stage, target=base_model)
+        for pattern in include:
+            for file in sorted(checkpoint.folder.glob(pattern)):
+                if file.is_file() and not (stage / file.relative_to(checkpoint.folder)).exists():
+                    (stage / file.relative_to(checkpoint.folder)).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, stage / file.relative_to(checkpoint.folder))
+    _add_license(stage, license)
+    checkpoint = read(stage)
+    plots = []
+    if measured is not None:
+        _check_fits(measured, checkpoint)
+        plots = [f"plots/{path.name}" for path in measured.draw(stage / "plots")]
+    card = write_card(
+        checkpoint,
+        repo_id,
+        base_model=base_model,
+        license=license,
+        datasets=datasets,
+        language=language,
+        measurements=measured,
+        plots=plots,
+        written=written,
+    )
+    card.save(stage / "README.md")
+    return sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
+
+
+def _add_license(stage: Path, license: str) -> None:
+    if any(stage.glob("LICENSE*")):
+        return
+    text = distribution("dflash-hf").read_text("licenses/LICENSE") if license == "apache-2.0" else None
+    if text is None:
+        raise ValueError(f"The drafter's folder has no LICENSE file: put the text of {license} there.")
+    (stage / "LICENSE").write_text(text)
+
+
+def _check_fits(measured: Measurements, checkpoint: Checkpoint) -> None:
+    counted = sum(checkpoint.tensor(name).numel() for name in checkpoint.files if name != "d2t")
+    if measured.report["drafter"]["parameters"] != counted:
+        raise ValueError(
+            f"The measurements are of another drafter ({measured.report['drafter']['name']}, "
+            f"{measured.report['drafter']['parameters']} parameters); this one has {counted}. Measure this one."
+        )
+
+
+def _upload(stage, repo_id, files, *, private, revision, force, token) -> Published:
+    # Of the two ways to send a folder, upload_folder resumes by itself (huggingface_hub 2.4): what is stored already,
+    # whole or in parts, is not sent again, and a commit comes after all of its files.
+    api = HfApi(token=token)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    info = api.model_info(repo_id, revision=revision)
+    there = {sibling.rfilename for sibling in info.siblings or ()} - {".gitattributes"}
+    something_else = _something_else(api, repo_id, info.sha, there, read(stage).config)
+    if something_else and not force:
+        raise ValueError(
+            f"{repo_id} holds something else: {something_else}. Nothing was uploaded. Choose another name, or replace "
+            "its files with force=True (--force); its history keeps them."
+        )
+    # Old weights beside new ones would be loaded in their place.
+    weights = re.compile(r"[^/]*\.(safetensors|bin)(\.index\.json)?|mask_embedding\.pt")
+    stale = [name for name in there - set(files) if something_else or weights.fullmatch(name)]
+    commit = api.upload_folder(
+        repo_id=repo_id,
+        folder_path=stage,
+        revision=revision,
+        commit_message="Publish the drafter",
+        delete_patterns=[glob.escape(name) for name in sorted(stale)] or None,
+        parent_commit=info.sha,  # nothing that came in between is overwritten
+    )
+    return Published(repo_id, commit.oid, f"{api.endpoint}/{repo_id}/tree/{commit.oid}", files)
+
+
+def _something_else(api: HfApi, repo_id: str, sha: str, there: set[str], config: DFlashConfig) -> str | None:
+    """Why the files of a repository are not an older version of this drafter; None if they are, or there are none."""
+
+    def text(name: str) -> str:
+        return Path(api.hf_hub_download(repo_id, name, revision=sha)).read_text()
+
+    if not there:
+        return None
+    if there <= {"README.md", "LICENSE"}:  # made on the website, which asks for a license
+        there = {name for name in there if name == "README.md" and ModelCard(text(name)).text.strip()}
+        return "a README.md" if there else None
+    if "config.json" not in there:
+        return f"{', '.join(sorted(there)[:5])}{' and more' if len(there) > 5 else ''}"
+    raw = json.loads(text("config.json"))
+    if raw.get("architectures") != ["DFlashDraftModel"] or "dflash_config" not in raw:
+        return f"a model with architectures={raw.get('architectures')}"
+    theirs, ours = meaning(DFlashConfig.from_dict(raw)), meaning(config)
+    differ = [f"{name} {theirs[name]}, here {ours[name]}" for name in ours if theirs[name] != ours[name]]
+    names = raw.get("target_name_or_path"), getattr(config, "target_name_or_path", None)
+    if None not in names and names[0] != names[1]:
+        differ.append(f"target {names[0]}, here {names[1]}")
+    return f"another drafter ({'; '.join(differ)})" if differ else None
+
+
+@contextmanager
+def without_tokens(token: str | None = None) -> Iterator[None]:
+    """Raise what is raised within, but with access tokens taken out of the message, and as an OSError if it is of a
+    kind that only the HTTP library knows."""
+    clean = None
+    try:
+        yield
+    except Exception as error:
+        message = str(error)
+        for secret in filter(None, (token, get_token())):
+            message = message.replace(secret.strip(), "***")
+        message = re.sub(r"hf_[A-Za-z0-9]{20,}|(?<=Bearer )[^\s'\"]+", "***", message)
+        if message == str(error) and isinstance(error, (OSError, ValueError)):
+            raise
+        clean = OSError(f"{type(error).__name__}: {message}")
+    if clean is not None:
+        raise clean  # out here, so that the first error does not hang on to it
