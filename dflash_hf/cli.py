@@ -237,6 +237,45 @@ def convert(
         typer.echo(f"note: {note}")
 
 
+@app.command()
+def push(
+    drafter: Annotated[str, typer.Argument(help="Drafter's folder, in z-lab's or speculators' layout.")],
+    repo_id: Annotated[str, typer.Argument(help="Repository on the Hub, owner/name; made if it is not there.")],
+    measurements: Annotated[Path | None, typer.Option(help="JSON of `dflash-hf bench --out`, for the card.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub name of the target; unset: by the drafter.")] = None,
+    license: Annotated[str | None, typer.Option(help="Hub identifier, such as apache-2.0.")] = None,
+    dataset: Annotated[list[str] | None, typer.Option(help="Hub name of training data; may be repeated.")] = None,
+    language: Annotated[list[str] | None, typer.Option(help="Of that data, such as en; may be repeated.")] = None,
+    include: Annotated[list[str] | None, typer.Option(help="Pattern of other files; may be repeated.")] = None,
+    private: Annotated[bool | None, typer.Option(help="For a repository that is made.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch to upload to; unset: main.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the files of a repo with something else.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the files to this folder and upload nothing.")] = None,
+) -> None:
+    """Publish DRAFTER with a model card. Log in with `hf auth login` first; call it again after an interruption.
+
+    Example: dflash-hf push my-drafter me/my-drafter --measurements bench.json --license apache-2.0
+    """
+    from .hub import publish
+
+    with one_line_errors():
+        done = publish(
+            drafter,
+            repo_id,
+            measurements=measurements,
+            base_model=base_model,
+            license=license,
+            datasets=dataset,
+            language=language,
+            include=include or (),
+            private=private,
+            revision=revision,
+            force=force,
+            out=out,
+        )
+    typer.echo(f"{done.url}: {len(done.files)} files" + ("" if out is None else ", nothing uploaded"))
+
+
 def _list(text: str | None, kind=str) -> list | None:
     """The parts of `a,b,c`; None for None.
 
