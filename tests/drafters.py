@@ -41,6 +41,7 @@ def make_drafter(seed: int = 0, cls=DFlashDraftModel, own_tensors=None, **overri
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
             elif "bias" in name:
                 torch.nn.init.uniform_(parameter, -1, 1)
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"  # cycles can be counted
     return drafter
 
 

@@ -173,7 +173,8 @@ REFUSED = {
     "borrowed width": (
         lambda: make_drafter(hidden_size=64, dflash_config={"target_hidden_size": 32}), {}, "must ship them"),
     "guidance": (make_drafter, {"guidance_scale": 2.0}, "guidance_scale=2.0"),
-    "sequences": (make_drafter, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences must be 1"),
+    "schedule": (knob(num_assistant_tokens_schedule="heuristic"), {}, '"constant", "adaptive" or None.*heuristic'),
+    "way of sampling": (knob(assistant_sampling="gumbel"), {}, '"rejection", "coupled" or None.*gumbel'),
     "beams": (make_drafter, {"num_beams": 2}, "ask for beam_search"),
     "no cache": (make_drafter, {"use_cache": False}, "needs the target's cache"),
     "no drafts": (knob(num_assistant_tokens=0), {}, "num_assistant_tokens must be a whole number from 1 on.*got 0"),
@@ -221,11 +222,6 @@ def test_features_narrower_than_the_hidden_size():
     target = transformers.OPTForCausalLM(config).eval()
     with pytest.raises(ValueError, match=r"reads 96 context features a position.*give 80"):
         target.generate(ids, do_sample=False, max_new_tokens=4, assistant_model=make_drafter())
-
-
-def test_batches_are_refused_for_now():
-    with pytest.raises(ValueError, match="batch of 2"):
-        make_target("llama").generate(ids.repeat(2, 1), max_new_tokens=4, assistant_model=make_drafter())
 
 
 def test_the_drafter_as_the_main_model_says_what_to_do():

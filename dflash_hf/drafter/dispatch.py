@@ -5,6 +5,7 @@ Three methods of `GenerationMixin` are wrapped once per process. The wrappers lo
 registers under its module name; when the last one leaves, transformers is exactly as it was.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 
@@ -38,7 +39,9 @@ def _validate(original: Callable, target, generation_mode, generation_config, ge
     drafter.check_target(target, generation_config, generation_mode_kwargs)
     # transformers compares vocabularies and tokenizers of two language models; check_target has done so already.
     others = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
-    return original(target, generation_mode, generation_config, others)
+    one = copy.copy(generation_config)
+    one.num_return_sequences = 1  # our loop serves several, transformers' does not
+    return original(target, generation_mode, one, others)
 
 
 def _candidate_generator(original: Callable, target, generation_config, *args, assistant_model=None, **kwargs):

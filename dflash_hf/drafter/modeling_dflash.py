@@ -30,6 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file, logging
 
 from .candidates import DFlashCandidateGenerator, DFlashRun, last_run
+from .configuration_dflash import default_target_layer_ids
 from .decoding import decode
 from .dispatch import PROTOCOL, install
 
@@ -266,7 +267,13 @@ class DFlashDraftModel(PreTrainedModel):
 
     `drafter.generation_config` holds the knobs: `num_assistant_tokens` (fewer drafts than the block; unset: all) and
     `assistant_confidence_threshold` (offer no slot where the drafter's top probability is lower, nor any behind it;
-    unset: no threshold). After a generate call `drafter.last_run` says what happened.
+    unset: no threshold), `num_assistant_tokens_schedule` ("constant": always as many; "adaptive": as many as bring the
+    most tokens a second; unset: adaptive where the clock may decide, i.e. not under rejection sampling) and
+    `assistant_sampling` ("rejection", or "coupled": noise that drafter and target share). After a generate call
+    `drafter.last_run` says what happened.
+
+    On the CPU a repacked copy of the target's LM head (as large as the head in float32) makes passes over a few rows
+    faster; `drafter.pack_head = False` does without.
 
     Example:
         >>> drafter = DFlashDraftModel.from_pretrained("model_cards/SmolLM2-135M-Instruct-DFlash")  # doctest: +SKIP
@@ -283,6 +290,7 @@ class DFlashDraftModel(PreTrainedModel):
     _supports_attention_backend = True
     _keys_to_ignore_on_load_unexpected = [r"^t2d$"]  # noqa: RUF012  (d2t says the same)
     dflash_protocol = PROTOCOL
+    pack_head = True
 
     def __init__(self, config: DFlashConfig, own_tensors: dict[str, list[int]] | None = None):
         """Build a drafter with fresh weights.
@@ -458,11 +466,6 @@ class DFlashDraftModel(PreTrainedModel):
             raise ValueError(
                 f"The drafter borrows the target's LM head: {type(target).__name__}.get_output_embeddings() is None."
             )
-        if generation_config is not None and generation_config.num_return_sequences > 1:
-            raise ValueError(
-                f"num_return_sequences must be 1 with a DFlash drafter, got {generation_config.num_return_sequences}; "
-                "call generate() once for each sequence."
-            )
         if generation_config is not None and generation_config.guidance_scale not in (None, 1, 1.0):
             raise ValueError(
                 f"guidance_scale={generation_config.guidance_scale} runs the target a second time in a cache of its "
@@ -473,7 +476,9 @@ class DFlashDraftModel(PreTrainedModel):
                 "use_cache=False: a DFlash drafter needs the target's cache; pass use_cache=True, or call generate() "
                 "without assistant_model."
             )
-        if "assistant_tokenizer" in (generation_kwargs or {}):
+        tokenizers = generation_kwargs or {}
+        # A pipeline asks for one where special ids differ; the target's own changes nothing.
+        if tokenizers.get("assistant_tokenizer") not in (None, tokenizers.get("tokenizer")):
             raise ValueError("A DFlash drafter uses the target's tokenizer: leave out `assistant_tokenizer`.")
 
     def candidate_generator(self, target, **kwargs) -> DFlashCandidateGenerator:
@@ -498,6 +503,72 @@ class DFlashDraftModel(PreTrainedModel):
                 "A DFlash drafter does not generate by itself: call target.generate(..., assistant_model=drafter)."
             )
         return super().__getattr__(name)
+
+    # -- making one --
+
+    @classmethod
+    def for_target(
+        cls,
+        target: PreTrainedModel,
+        num_layers: int = 5,
+        block_size: int = 16,
+        *,
+        num_features: int = 5,
+        mask_token_id: int | None = None,
+        tokenizer=None,
+        **overrides,
+    ) -> "DFlashDraftModel":
+        """Make an untrained drafter that fits a target: its width, heads, RoPE base and vocabulary (paper, section 4).
+
+        Args:
+            target: a decoder-only model.
+            num_layers: decoder layers of the drafter.
+            block_size: tokens in a block, the anchor included.
+            num_features: target layers to read, spread from the second to the third-to-last.
+            mask_token_id: an id that no text holds. Unset: chosen, and said in the log; with a tokenizer an id that it
+                does not use or a special token that its chat template does not name, else the last id of the table.
+            tokenizer: the target's.
+            overrides: any other option of `DFlashConfig`, such as `intermediate_size` or `target_layer_ids`.
+
+        Returns:
+            A drafter in float32 on the target's device. Seed torch before to get the same weights again.
+
+        Raises:
+            ValueError: the target is an encoder-decoder, or no unused id was found.
+
+        Example:
+            >>> drafter = DFlashDraftModel.for_target(target, num_layers=3, block_size=8)          # doctest: +SKIP
+        """
+        text = target.config.get_text_config()
+        if target.config.is_encoder_decoder:
+            raise ValueError(
+                f"DFlash drafters serve decoder-only targets; {type(target).__name__} is an encoder-decoder."
+            )
+        if mask_token_id is None:
+            mask_token_id = _unused_token_id(text, tokenizer)
+        rope = getattr(text, "rope_parameters", None) or {}
+        theta = rope.get("rope_theta") or rope.get("full_attention", {}).get("rope_theta") or 10000.0
+        spread = default_target_layer_ids(text.num_hidden_layers, num_features)  # few layers: ids that come twice
+        settings = {
+            "vocab_size": text.vocab_size,
+            "hidden_size": text.hidden_size,
+            "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": text.num_attention_heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None),
+            "head_dim": getattr(text, "head_dim", None),
+            "max_position_embeddings": getattr(text, "max_position_embeddings", 40960),
+            "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            "num_target_layers": text.num_hidden_layers,
+            "target_layer_ids": [i for i in range(text.num_hidden_layers) if i in spread],
+            "block_size": block_size,
+            "mask_token_id": mask_token_id,
+            "bos_token_id": text.bos_token_id,
+            "eos_token_id": text.eos_token_id,
+            "pad_token_id": text.pad_token_id,
+        }
+        return cls(DFlashConfig(**settings | overrides)).to(device=target.device, dtype=torch.float32)
 
     # -- embeddings that are usually borrowed --
 
@@ -603,6 +674,25 @@ class DFlashDraftModel(PreTrainedModel):
                     shutil.copyfile(source, folder / f"{source.name}.new")
                     os.replace(folder / f"{source.name}.new", folder / source.name)
         super().save_pretrained(save_directory, **kwargs)
+
+
+def _unused_token_id(text: PreTrainedConfig, tokenizer) -> int:
+    """An id that stands in no text, for the mask token."""
+    taken = set()
+    for ids in (text.bos_token_id, text.eos_token_id, text.pad_token_id):
+        taken.update(ids if isinstance(ids, list) else [ids])
+    candidates = [text.vocab_size - 1]
+    if tokenizer is not None:
+        template = tokenizer.chat_template or ""
+        taken.update(tokenizer.convert_tokens_to_ids([str(token) for token in tokenizer.special_tokens_map.values()]))
+        special = [(i, t) for i, t in tokenizer.added_tokens_decoder.items() if t.special]
+        candidates = [*range(len(tokenizer), text.vocab_size), *(i for i, t in special if t.content not in template)]
+    found = next((i for i in candidates if i not in taken), None)
+    if found is None:
+        raise ValueError("Found no id that is free to be the mask token: pass mask_token_id, one that no text holds.")
+    named = "" if tokenizer is None else f" ({tokenizer.convert_ids_to_tokens(found)!r})"
+    logger.warning(f"The drafter's mask token is {found}{named}; pass mask_token_id if texts can hold it.")
+    return found
 
 
 def _refuse_odd_own_tensors(model: DFlashDraftModel) -> None:

@@ -1,0 +1,153 @@
+"""How many drafts to check, and whether to draft at all, so that tokens come fastest on this machine.
+
+A cycle that checks k drafts commits E_k = 1 + sum over j <= k of the chance that the first j are all right, and takes
+a measured time. The rate of a policy is its tokens over its time, and the policy with the best rate is the one that in
+every cycle takes the k with the largest E_k - rate * time_k (fractional programming, Dinkelbach 1967). The chances
+come from the drafter's own confidence, corrected by how often drafts of that confidence were right.
+"""
+
+import weakref
+from collections import deque
+from statistics import median
+
+_BINS = 16  # of the drafter's confidence
+_WINDOW = 24  # drafted cycles that the comparison with plain decoding looks back on
+_TRIAL = 4  # drafted cycles after a pause before they are judged
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 512  # plain steps
+
+# drafter -> target -> number of rows -> what was learnt, for all calls of this process
+_learnt: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+
+
+class _Learnt:
+    """What calls of one drafter, target and batch size have measured."""
+
+    def __init__(self, num_drafts: int):
+        self.verify_s = [deque(maxlen=9) for _ in range(num_drafts + 1)]  # of a target pass over k drafts
+        self.draft_s = deque(maxlen=9)
+        self.tokens, self.seconds = deque(maxlen=_WINDOW), deque(maxlen=_WINDOW)  # of drafted cycles
+        # The confidence itself stands for four drafts that were right as often as it says.
+        self.right = [4 * (i + 0.5) / _BINS for i in range(_BINS)]
+        self.seen = [4.0] * _BINS
+        self.pause, self.waits = _FIRST_PAUSE, 0
+
+
+class Schedule:
+    """The lengths of one `generate()` call of `num_rows` sequences.
+
+    Args:
+        drafter, target: the pair; what is measured is kept beside them for later calls.
+        num_rows: sequences in the batch.
+        num_drafts: most drafts a cycle.
+
+    Example:
+        >>> schedule = Schedule(drafter, target, num_rows=1, num_drafts=7)      # doctest: +SKIP
+        >>> schedule.wants_draft()                                              # doctest: +SKIP
+        True
+        >>> schedule.length([[0.9, 0.8, 0.3, 0.1, 0.1, 0.1, 0.1]])              # doctest: +SKIP
+        2
+    """
+
+    def __init__(self, drafter, target, num_rows: int, num_drafts: int):
+        of_target = _learnt.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, {})
+        self._all, self._num_drafts = of_target, num_drafts
+        self._first = True
+        self.rows(num_rows)
+
+    def rows(self, num_rows: int) -> None:
+        """Go on with so many rows."""
+        self.num_rows = num_rows
+        key = (num_rows, self._num_drafts)
+        if key not in self._all:
+            self._all[key] = new = _Learnt(self._num_drafts)
+            for learnt in self._all.values():  # how often a confidence is right has nothing to do with the batch
+                new.right, new.seen = learnt.right, learnt.seen
+                break
+        self.learnt = self._all[key]
+
+    def verify_seconds(self, k: int) -> float:
+        """Of a target pass over k drafts: measured, or on a line between the nearest lengths that were."""
+        times = self.learnt.verify_s
+        if times[k]:
+            return median(times[k])
+        known = [i for i, measured in enumerate(times) if measured]
+        below, above = [i for i in known if i < k], [i for i in known if i > k]
+        if not below or not above:
+            return median(times[(below or above)[-1 if below else 0]])
+        low, high = below[-1], above[0]
+        share = (k - low) / (high - low)
+        return (1 - share) * median(times[low]) + share * median(times[high])
+
+    def plain_rate(self) -> float:
+        """Tokens a second without drafts."""
+        return self.num_rows / self.verify_seconds(0)
+
+    def drafting_rate(self) -> float:
+        """Tokens a second in the last cycles with drafts."""
+        return sum(self.learnt.tokens) / sum(self.learnt.seconds)
+
+    def wants_draft(self) -> bool:
+        """Whether the drafter is to run in this cycle."""
+        learnt = self.learnt
+        if not learnt.verify_s[0] and learnt.tokens:
+            return False  # a plain step has yet to be timed
+        if learnt.waits > 0:
+            learnt.waits -= 1
+            return False
+        return True
+
+    def length(self, confidences: list[list[float]]) -> int:
+        """How many of the drafts to check, given each row's confidence slot by slot."""
+        longest = len(confidences[0])
+        learnt = self.learnt
+        if not learnt.verify_s[0] or not any(learnt.verify_s[1:]):
+            return longest  # nothing to compare with yet
+        rate = self.plain_rate()
+        if len(learnt.tokens) >= _TRIAL:
+            rate = max(rate, self.drafting_rate())
+        expected, chances = float(self.num_rows), [1.0] * self.num_rows
+        best, best_value = 0, expected - rate * self.verify_seconds(0)
+        for k in range(1, longest + 1):
+            for row, confidence in enumerate(confidences):
+                chances[row] *= self._chance(confidence[k - 1])
+            expected += sum(chances)
+            value = expected - rate * self.verify_seconds(k)
+            if value > best_value:
+                best, best_value = k, value
+        return best
+
+    def _chance(self, confidence: float) -> float:
+        i = min(int(confidence * _BINS), _BINS - 1)
+        return self.learnt.right[i] / self.learnt.seen[i]
+
+    def note_right(self, confidence: list[float], right: int) -> None:
+        """Of one row's drafts with these confidences the first `right` were right, the next one (if any) was wrong."""
+        learnt = self.learnt
+        for slot, value in enumerate(confidence[: right + 1]):
+            i = min(int(value * _BINS), _BINS - 1)
+            learnt.seen[i] += 1
+            learnt.right[i] += slot < right
+            if learnt.seen[i] > 400:  # old drafts count less and less
+                learnt.seen[i] /= 2
+                learnt.right[i] /= 2
+
+    def note_cycle(self, k: int, drafted: bool, num_tokens: int, draft_s: float, verify_s: float) -> None:
+        """A cycle is over. The first one of a call is not representative and is left out."""
+        learnt, first, self._first = self.learnt, self._first, False
+        if first:
+            return
+        learnt.verify_s[k].append(verify_s)
+        if not drafted:
+            return
+        learnt.draft_s.append(draft_s)
+        learnt.tokens.append(num_tokens)
+        learnt.seconds.append(median(learnt.draft_s) + self.verify_seconds(k))
+        if len(learnt.tokens) < _TRIAL or not learnt.verify_s[0]:
+            return
+        if self.drafting_rate() < self.plain_rate():
+            learnt.waits, learnt.pause = learnt.pause, min(2 * learnt.pause, _LONGEST_PAUSE)
+            # The next trial is judged by itself.
+            learnt.tokens.clear()
+            learnt.seconds.clear()
+        elif len(learnt.tokens) == _WINDOW:
+            learnt.pause = _FIRST_PAUSE

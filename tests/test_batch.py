@@ -1,0 +1,192 @@
+"""Several rows in one generate() call: each gets the ids that it gets alone and without a drafter."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.generation import LogitsProcessor
+
+from drafters import BLOCK, HITS, OracleDrafter, make_drafter
+from targets import PAD, TEXT_FAMILIES, VOCAB, WINDOW, make_target, prompt_ids
+
+NEW = 20
+SETTINGS = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": PAD}
+
+
+class BatchOracle(OracleDrafter):
+    """Knows the text of every row; rows that leave keep the others' order."""
+
+    texts: list[list[int]]
+
+    def forward(self, noise_embeds, context_hidden_states, position_ids=None, **kwargs):
+        self.positions = position_ids[:, -noise_embeds.shape[1] :].tolist()
+        return super(OracleDrafter, self).forward(noise_embeds, context_hidden_states, position_ids, **kwargs)
+
+    def embed_block(self, ids, target_embeddings):
+        self.anchors = ids[:, 0].tolist()
+        return super().embed_block(ids, target_embeddings)
+
+    def compute_logits(self, hidden, target_head, vocab_size):
+        logits = super(OracleDrafter, self).compute_logits(hidden, target_head, vocab_size)
+        texts = iter(self.texts)
+        for row, (positions, anchor) in enumerate(zip(self.positions, self.anchors, strict=True)):
+            text = next(t for t in texts if len(t) > positions[0] and t[positions[0]] == anchor)
+            for slot in range(logits.shape[1]):
+                if (position := positions[1 + slot]) < len(text):
+                    right = text[position]
+                    logits[row, slot, right if self.hit(position + row) else (right + 1) % vocab_size] = 1e4
+        return logits
+
+
+def batch_oracle(rows, hit, schedule="constant"):
+    drafter = make_drafter(cls=BatchOracle)
+    drafter.texts, drafter.hit = rows, HITS[hit]
+    drafter.generation_config.num_assistant_tokens_schedule = schedule
+    return drafter
+
+
+def left_padded(lengths, seed=0):
+    """Prompts of these lengths: input_ids and attention_mask `[B, max]`."""
+    ids = torch.full((len(lengths), max(lengths)), PAD)
+    for row, length in enumerate(lengths):
+        ids[row, max(lengths) - length :] = prompt_ids(length=length, seed=seed + row)[0]
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, max(lengths) - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def alone(target, inputs, **kwargs):
+    """Each row by itself, without padding and without a drafter: lists of ids."""
+    rows = []
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+        rows.append(target.generate(ids[mask.bool()][None], **SETTINGS | kwargs)[0].tolist())
+    return rows
+
+
+def without_padding(ids, inputs, rows):
+    """Each row of a batch's output, cut to where the row ends when alone; what is behind must be padding."""
+    width, cut = inputs["input_ids"].shape[1], []
+    for row, text, mask in zip(ids.tolist(), rows, inputs["attention_mask"], strict=True):
+        text_end = width - int(mask.sum()) + len(text)
+        assert set(row[text_end:]) <= {PAD}
+        cut.append(row[width - int(mask.sum()) : text_end])
+    return cut
+
+
+LENGTHS = {1: (WINDOW + 5,), 3: (2, WINDOW + 3 * BLOCK, 7), 8: (1, 5, 30, 12, 9, 3, 17, 8)}
+
+
+@pytest.mark.parametrize("hit", HITS)
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_rows_equal_themselves_alone(family, hit):
+    target = make_target(family)
+    for num_rows in (1, 3, 8):
+        inputs = left_padded(LENGTHS[num_rows])
+        rows = alone(target, inputs)
+        # Rows end at different places of a block: stop each kind of text at one of its own tokens.
+        stop = {"eos_token_id": [rows[0][-9], rows[-1][-4]]}
+        rows = alone(target, inputs, **stop)
+        drafter = batch_oracle(rows, hit)
+        ids = target.generate(**inputs, **SETTINGS | stop, assistant_model=drafter)
+        assert without_padding(ids, inputs, rows) == rows
+        run = drafter.last_run
+        assert run.rows == num_rows
+        assert run.tokens == sum(map(len, rows)) - sum(LENGTHS[num_rows])
+        if hit == "always":
+            needed = [-(-(len(row) - n - 1) // BLOCK) for row, n in zip(rows, LENGTHS[num_rows], strict=True)]
+            assert run.row_cycles <= sum(needed) + 2  # the oracle may take one row for another that looks like it
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_backends(attention):
+    target = make_target("gemma3", attn_implementation=attention)
+    inputs = left_padded(LENGTHS[3])
+    rows = alone(target, inputs)
+    ids = target.generate(**inputs, **SETTINGS, assistant_model=batch_oracle(rows, "sometimes"))
+    assert without_padding(ids, inputs, rows) == rows
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_adaptive_lengths_change_no_text(family):
+    target = make_target(family)
+    inputs = left_padded(LENGTHS[8])
+    rows = alone(target, inputs, max_new_tokens=60)
+    for hit in HITS:
+        drafter = batch_oracle(rows, hit, "adaptive")
+        ids = target.generate(**inputs, **SETTINGS | {"max_new_tokens": 60}, assistant_model=drafter)
+        assert without_padding(ids, inputs, rows) == rows
+
+
+ROW_OPTIONS = {
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
+    "bad_words": {"bad_words_ids": [[9], [11, 12], [20]]},
+    "min_new_tokens": {"min_new_tokens": 6, "eos_token_id": list(range(8, 40))},
+    "stop at many": {"eos_token_id": list(range(8, 20))},
+}
+
+
+@pytest.mark.parametrize("options", ROW_OPTIONS.values(), ids=ROW_OPTIONS)
+def test_options_of_rows(options):
+    target, inputs = make_target("qwen3"), {"input_ids": prompt_ids(3, 9)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    expected = target.generate(**inputs, **SETTINGS | options)
+    rows = alone(target, inputs, **options)
+    ids = target.generate(**inputs, **SETTINGS | options, assistant_model=batch_oracle(rows, "sometimes"))
+    assert ids.tolist() == expected.tolist()
+
+
+class OfTheBatch(LogitsProcessor):
+    """Forbids another word for each row of the batch."""
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        scores[range(len(scores)), [20 + i for i in range(len(scores))]] = -torch.inf
+        return scores
+
+
+def test_what_looks_at_the_whole_batch_is_decoded_plainly():
+    target, ids = make_target("llama"), prompt_ids(3, 9)
+    allowed = lambda row, text: list(range(8 + row, VOCAB, 3))  # noqa: E731
+    for odd in ({"logits_processor": [OfTheBatch()]}, {"prefix_allowed_tokens_fn": allowed}):
+        expected = target.generate(ids, **SETTINGS, **odd)
+        with pytest.warns(UserWarning, match="without the drafter: .*may look at all of the batch"):
+            out = target.generate(ids, **SETTINGS, **odd, assistant_model=make_drafter())
+        assert out.tolist() == expected.tolist()
+
+
+def test_scores_of_rows():
+    target, inputs = make_target("llama"), left_padded(LENGTHS[3])
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "temperature": 1.0}
+    expected = target.generate(**inputs, **SETTINGS, **options)
+    rows = alone(target, inputs)
+    out = target.generate(**inputs, **SETTINGS, **options, assistant_model=batch_oracle(rows, "sometimes"))
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    for name in ("scores", "logits"):
+        ours, theirs = torch.stack(getattr(out, name)), torch.stack(getattr(expected, name))
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss"])
+def test_the_cache_that_comes_back(family):
+    """A cache passed in is filled in place: the same keys as plain generate() leaves, row by row up to its end."""
+    target, inputs = make_target(family), left_padded(LENGTHS[3])
+    rows = alone(target, inputs)
+    caches = []
+    for drafter in (None, batch_oracle(rows, "sometimes")):
+        caches.append(DynamicCache(config=target.config))
+        target.generate(**inputs, **SETTINGS, cache=caches[-1], assistant_model=drafter)
+    plain, ours = caches
+    assert ours.get_seq_length() == plain.get_seq_length() == max(LENGTHS[3]) + NEW - 1
+    for mine, theirs in zip(ours.layers, plain.layers, strict=True):
+        assert type(mine) is type(theirs)
+        shown = torch.cat([inputs["attention_mask"], torch.ones(3, NEW - 1)], 1)[:, -theirs.keys.shape[2] :].bool()
+        for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            a, b = a.transpose(1, 2)[shown], b.transpose(1, 2)[shown]
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_a_target_that_rows_cannot_share():
+    target = make_target("llama", attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match="one sequence at a time here, got 2: flex_attention takes no masks"):
+        target.generate(prompt_ids(2), assistant_model=make_drafter(), **SETTINGS)
