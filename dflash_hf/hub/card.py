@@ -77,6 +77,7 @@ class Measurements:
                     task_type="text-generation",
                     dataset_type=self.prompts,
                     dataset_name=f"{self.prompts} ({category})" if category else self.prompts,
+                    dataset_config=category or None,  # results of one data set and config share one name
                     metric_type=kind,
                     metric_name=name,
                     metric_value=round(value, 3),

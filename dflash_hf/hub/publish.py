@@ -82,8 +82,12 @@ def publish(
         files = _write(stage, drafter, repo_id, measurements, base_model, license, datasets, language, include)
         if out is not None:
             return Published(repo_id, None, str(out), files)
-        with without_tokens(token):
+        try:
             return _upload(stage, repo_id, files, private=private, revision=revision, force=force, token=token)
+        except Exception as error:
+            if (clean := without_tokens(error, token)) is None:
+                raise
+        raise clean  # out here, so that the first error does not hang on to it
 
 
 @contextmanager
@@ -210,20 +214,21 @@ def _something_else(api: HfApi, repo_id: str, sha: str, there: set[str], config:
     return f"another drafter ({'; '.join(differ)})" if differ else None
 
 
-@contextmanager
-def without_tokens(token: str | None = None) -> Iterator[None]:
-    """Raise what is raised within, but with access tokens taken out of the message, and as an OSError if it is of a
-    kind that only the HTTP library knows."""
-    clean = None
-    try:
-        yield
-    except Exception as error:
-        message = str(error)
-        for secret in filter(None, (token, get_token())):
-            message = message.replace(secret.strip(), "***")
-        message = re.sub(r"hf_[A-Za-z0-9]{20,}|(?<=Bearer )[^\s'\"]+", "***", message)
-        if message == str(error) and isinstance(error, (OSError, ValueError)):
-            raise
-        clean = OSError(f"{type(error).__name__}: {message}")
-    if clean is not None:
-        raise clean  # out here, so that the first error does not hang on to it
+def without_tokens(error: Exception, token: str | None = None) -> OSError | None:
+    """An error to raise in the place of `error`; None if that one can be shown as it is.
+
+    It cannot if access tokens are part of its message or of those of its causes (an HTTP library quotes the header
+    that it does not like), or if it is of a kind that only the HTTP library knows.
+    """
+    messages, cause = [], error
+    while cause is not None:
+        if str(cause) not in messages:
+            messages.append(str(cause))
+        cause = cause.__cause__ or cause.__context__
+    message = ": ".join(messages)
+    clean = re.sub(r"hf_[A-Za-z0-9]{20,}|(?<=Bearer )[^\s'\"]+", "***", message)
+    for secret in filter(None, (token, get_token())):
+        clean = clean.replace(secret.strip(), "***").replace(repr(secret.strip())[1:-1], "***")
+    if clean == message and isinstance(error, OSError | ValueError):
+        return None
+    return OSError(f"{type(error).__name__}: {clean}")
