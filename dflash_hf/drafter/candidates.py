@@ -27,6 +27,8 @@ MEMORYLESS = (
     lp.InfNanRemoveLogitsProcessor,
     lp.SuppressTokensLogitsProcessor,
 )
+# Those of them that look at values only, whichever token has them.
+_VALUES_ONLY = tuple(kind for kind in MEMORYLESS if kind is not lp.SuppressTokensLogitsProcessor)
 # Processors that read the ids so far but keep no state: drafts can pass through them slot by slot. Any other kind
 # (watermarks, guidance, a user's own) may count its calls and must not see drafts; leaving it out of the drafting
 # changes the acceptance, never the output.
@@ -175,9 +177,21 @@ def knobs(drafter) -> tuple[int, float, str, bool]:
 
 
 def warp(processors, logits: torch.Tensor) -> torch.Tensor:
-    """Memoryless processors applied to all rows of `[n, V]` at once."""
+    """Memoryless processors applied to all rows of `[n, V]` at once, as transformers' own up to rounding.
+
+    On the CPU what follows a top-k works on the k survivors of each row: sorting a whole vocabulary, as top-p does,
+    takes longer than the target's LM head.
+    """
     ids = torch.zeros(logits.shape[0], 1, dtype=torch.long, device=logits.device)  # they do not read it
-    for processor in processors:
+    for i, processor in enumerate(processors):
+        rest = processors[i + 1 :]
+        if type(processor) is lp.TopKLogitsWarper and logits.device.type == "cpu" and rest:
+            k = min(processor.top_k, logits.shape[-1])
+            best, where = logits.topk(k)
+            ties = (logits >= best[:, -1:]).sum(-1).max() > k  # transformers keeps all that equal the k-th
+            if not ties and all(type(later) in _VALUES_ONLY for later in rest):
+                spread = torch.full_like(logits, processor.filter_value)
+                return spread.scatter_(1, where, warp(rest, best))
         logits = processor(ids, logits)
     return logits
 

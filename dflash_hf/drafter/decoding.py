@@ -149,11 +149,40 @@ def _why_not_row_by_row(logits_processor, stopping_criteria, generation_config, 
     return None
 
 
-def _gumbel(seed: int, row: int, index: int, width: int, device) -> torch.Tensor:
-    """The noise `[width]` of one position: the same whoever asks, in whichever block and batch."""
-    generator = torch.Generator(device).manual_seed((seed * 1_000_003 + row) * 1_000_003 + index & (1 << 63) - 1)
-    uniform = torch.rand(width, generator=generator, device=device).clamp_min(torch.finfo(torch.float32).tiny)
+def gumbel_noise(seed: int, rows: list[int], indices: list[int], width: int, vocab_size: int, device) -> torch.Tensor:
+    """Gumbel noise `[B, width, vocab_size]` float32 that depends on (seed, row, position, token) and on nothing else.
+
+    Args:
+        seed: of the call.
+        rows: each row's place in the call's batch.
+        indices: each row's number of new tokens so far; its noise is for this position and the `width - 1` behind it.
+
+    The uniform numbers are a hash: two rounds of multiply and xor-shift (splitmix64's finaliser) of the counter.
+    """
+    counters = [
+        [seed + (row << 40) + index + i for i in range(width)] for row, index in zip(rows, indices, strict=True)
+    ]
+    keys = torch.tensor([[_signed(_mix(counter & _MASK64)) for counter in row] for row in counters], device=device)
+    x = keys[..., None] + torch.arange(vocab_size, device=device) * _signed(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
+    uniform = ((x >> 40 & (1 << 24) - 1).float() + 0.5) / (1 << 24)
     return -(-uniform.log()).log()
+
+
+_MASK64 = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(value: int) -> int:
+    """splitmix64's finaliser."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK64
+    return value ^ value >> 31
 
 
 def decode(
@@ -231,17 +260,8 @@ def decode(
     seed = int(torch.randint(1 << 62, ())) if coupled else None
 
     def noise_for(rows, lengths, width):
-        return torch.stack(
-            [
-                torch.stack(
-                    [
-                        _gumbel(seed, row, length - prompt_length + i, drafter.config.vocab_size, input_ids.device)
-                        for i in range(width)
-                    ]
-                )
-                for row, length in zip(rows, lengths, strict=True)
-            ]
-        )
+        new = [length - prompt_length for length in lengths]
+        return gumbel_noise(seed, rows, new, width, drafter.config.vocab_size, input_ids.device)
 
     # -- the prompt --
     run = DFlashRun(rows=num_rows)

@@ -29,7 +29,8 @@ class _Learnt:
         # The confidence itself stands for four drafts that were right as often as it says.
         self.right = [4 * (i + 0.5) / _BINS for i in range(_BINS)]
         self.seen = [4.0] * _BINS
-        self.pause, self.waits = _FIRST_PAUSE, 0
+        self.pause, self.waits = _FIRST_PAUSE, 0  # plain steps of the next pause, and left of this one
+        self.on_trial = 0  # drafted cycles since the last pause
 
 
 class Schedule:
@@ -82,9 +83,9 @@ class Schedule:
         """Tokens a second without drafts."""
         return self.num_rows / self.verify_seconds(0)
 
-    def drafting_rate(self) -> float:
+    def drafting_rate(self, last: int = _WINDOW) -> float:
         """Tokens a second in the last cycles with drafts."""
-        return sum(self.learnt.tokens) / sum(self.learnt.seconds)
+        return sum(list(self.learnt.tokens)[-last:]) / sum(list(self.learnt.seconds)[-last:])
 
     def wants_draft(self) -> bool:
         """Whether the drafter is to run in this cycle."""
@@ -142,12 +143,12 @@ class Schedule:
         learnt.draft_s.append(draft_s)
         learnt.tokens.append(num_tokens)
         learnt.seconds.append(median(learnt.draft_s) + self.verify_seconds(k))
-        if len(learnt.tokens) < _TRIAL or not learnt.verify_s[0]:
+        learnt.on_trial += 1
+        if learnt.on_trial < _TRIAL or not learnt.verify_s[0]:
             return
-        if self.drafting_rate() < self.plain_rate():
+        # A few bad cycles are chance, and a text that has become easier shows in the last few: both must be bad.
+        if max(self.drafting_rate(), self.drafting_rate(_TRIAL)) < self.plain_rate():
             learnt.waits, learnt.pause = learnt.pause, min(2 * learnt.pause, _LONGEST_PAUSE)
-            # The next trial is judged by itself.
-            learnt.tokens.clear()
-            learnt.seconds.clear()
-        elif len(learnt.tokens) == _WINDOW:
+            learnt.on_trial = 0
+        elif learnt.on_trial >= _WINDOW:
             learnt.pause = _FIRST_PAUSE
