@@ -335,6 +335,7 @@ BAD = {
     "license without its text": ([], {"license": "mit"}, "put the text of mit there"),
     "no such folder": ([], {"drafter": "nowhere"}, "Expected a drafter's folder or a Hub name"),
     "no report": ([], {"measurements": "missing.json"}, "missing.json"),
+    "broken card": ([], {}, "README.md: the metadata between the --- lines cannot be read"),
     "no such report": ([], {"measurements": "config.json"}, "is not a report"),
 }
 
@@ -343,6 +344,8 @@ BAD = {
 def test_bad_input_reaches_no_hub(case, hub, folder, monkeypatch):
     names, changes, message = BAD[case]
     monkeypatch.chdir(folder)
+    if case == "broken card":
+        (folder / "README.md").write_text("---\nlicense: [\n---\n")
     settings = {"drafter": folder, "repo_id": (names or ["me/drafter"])[0], **SAID} | changes
     with pytest.raises((ValueError, OSError), match=message):
         publish(**settings)

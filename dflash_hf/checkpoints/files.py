@@ -1,6 +1,7 @@
 """What a drafter folder holds, whichever layout it is in."""
 
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,11 @@ class Checkpoint:
     def own_tensors(self) -> dict[str, list[int]]:
         """Shapes of the tensors that most drafters borrow from the target and this one has; see `DFlashDraftModel`."""
         return {name: self.shapes[name] for name in _OWN_TENSORS if name in self.shapes}
+
+    @property
+    def num_parameters(self) -> int:
+        """As `drafter.num_parameters()` counts them."""
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if name != "d2t")
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, mapped from its file: it takes memory only while it is used."""

@@ -227,7 +227,6 @@ def _name(path: str) -> str:
 
 def _text(checkpoint: Checkpoint, repo_id: str, base_model: str, section: str) -> str:
     config = checkpoint.config
-    parameters = sum(checkpoint.tensor(name).numel() for name in checkpoint.files)
     layers = ", ".join(map(str, config.target_layer_ids))
     own = [name.removesuffix(".weight") for name in checkpoint.own_tensors]
     tables = f"Own tensors: {', '.join(own)}." if own else "It borrows the target's embedding table and LM head."
@@ -236,7 +235,7 @@ def _text(checkpoint: Checkpoint, repo_id: str, base_model: str, section: str) -
 
 A DFlash drafter ([arXiv 2602.06036](https://arxiv.org/abs/2602.06036)) for
 [{base_model}](https://huggingface.co/{base_model}): speculative decoding that does not change the target's output.
-{config.num_hidden_layers} layers, {parameters / 1e6:.1f} M parameters, blocks of {config.block_size} with
+{config.num_hidden_layers} layers, {checkpoint.num_parameters / 1e6:.1f} M parameters, blocks of {config.block_size} with
 {config.num_drafts} drafts a pass, features of target layers {layers} (counted from 0), mask token
 {config.mask_token_id}. {tables}
 

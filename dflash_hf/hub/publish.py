@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
 
+import yaml
 from huggingface_hub import HfApi, ModelCard, get_token
 
 from ..checkpoints import Checkpoint, convert, meaning, read
@@ -105,7 +106,7 @@ def _write(stage, drafter, repo_id, measurements, base_model, license, datasets,
         checkpoint = read(source)
         readme = checkpoint.folder / "README.md"
         written = readme.read_text() if readme.is_file() else None
-        said = ModelCard(written).data.to_dict() if written else {}
+        said = _metadata(readme, written)
         candidates = [base_model, said.get("base_model"), checkpoint.target]
         candidates.append(measured.report["target"]["name"] if measured else None)
         base_model = next((name for name in candidates if isinstance(name, str) and hub_name(name)), None)
@@ -143,6 +144,14 @@ def _write(stage, drafter, repo_id, measurements, base_model, license, datasets,
     return sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
 
 
+def _metadata(readme: Path, written: str | None) -> dict:
+    try:
+        return ModelCard(written).data.to_dict() if written else {}
+    except (ValueError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{readme}: the metadata between the --- lines cannot be read ({problem}).") from None
+
+
 def _add_license(stage: Path, license: str) -> None:
     if any(stage.glob("LICENSE*")):
         return
@@ -153,11 +162,11 @@ def _add_license(stage: Path, license: str) -> None:
 
 
 def _check_fits(measured: Measurements, checkpoint: Checkpoint) -> None:
-    counted = sum(checkpoint.tensor(name).numel() for name in checkpoint.files if name != "d2t")
-    if measured.report["drafter"]["parameters"] != counted:
+    theirs = measured.report["drafter"]
+    if theirs["parameters"] != checkpoint.num_parameters:
         raise ValueError(
-            f"The measurements are of another drafter ({measured.report['drafter']['name']}, "
-            f"{measured.report['drafter']['parameters']} parameters); this one has {counted}. Measure this one."
+            f"The measurements are of another drafter ({theirs['name']}, {theirs['parameters']} parameters); this one "
+            f"has {checkpoint.num_parameters}. Measure this one."
         )
 
 
