@@ -1,0 +1,375 @@
+"""Training against generation, closed forms, and itself: batches, processes and interruptions change nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.training import objective
+from dflash_hf.training.acceptance import figures, walk
+from dflash_hf.training.answers import Sample
+from dflash_hf.training.features import target_features
+from dflash_hf.training.trainer import (
+    DFlashTrainer,
+    DFlashTrainingArguments,
+    SampleDataset,
+    last_checkpoint,
+)
+from drafters import BLOCK, make_drafter
+from targets import FIRST_TEXT_ID, MASK, VOCAB, make_target
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+VARIANTS = {
+    "bidirectional": {},
+    "sliding": SLIDING,
+    "causal": {"is_causal": True},
+    "use_swa": {"dflash_config": {"use_swa": True, "swa_window_size": 3}},
+    "sinks": SLIDING | {"dflash_config": {"attention_sink_bias": True}},
+    "sample_from_anchor": {"dflash_config": {"sample_from_anchor": True}},
+    "interleaved rope": {"is_neox_style": False},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def samples(target) -> list[Sample]:
+    """Greedy answers of several lengths to prompts of several lengths."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for number in range(8):
+        prompt = torch.randint(FIRST_TEXT_ID, VOCAB, (1, 6 + number), generator=generator)
+        ids = target.generate(prompt, max_new_tokens=13 + number, do_sample=False)[0].tolist()
+        found.append(Sample(f"s{number}", ids, [(6 + number, len(ids))]))
+    return found
+
+
+def item_of(target, sample: Sample, config) -> dict:
+    ids = torch.tensor(sample.ids)
+    features, final = target_features(target, ids[None], config.target_layer_ids, with_final=True)
+    return {"sample_id": sample.id, "ids": ids, "spans": sample.spans, "features": features[0], "final": final[0]}
+
+
+def arguments(folder, **overrides) -> DFlashTrainingArguments:
+    settings = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "max_steps": 2,
+        "num_anchors": 6,
+        "learning_rate": 1e-2,
+    }
+    return DFlashTrainingArguments(**settings | overrides)
+
+
+def trained(target, dataset, folder, drafter=None, callbacks=None, resume=None, **overrides) -> DFlashTrainer:
+    drafter = make_drafter(initializer_range=0.05) if drafter is None else drafter
+    trainer = DFlashTrainer(drafter, target, arguments(folder, **overrides), dataset, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def assert_same_weights(one, other, tolerance: float = 0.0) -> None:
+    others = dict(other.named_parameters())
+    for name, parameter in one.named_parameters():
+        assert (parameter - others[name]).abs().max() <= tolerance, name
+
+
+# -- train equals inference --
+
+
+class Recorder(DFlashDraftModel):
+    """Keeps the anchor's position and the logits of every draft."""
+
+    def forward(self, noise_embeds, context_hidden_states, position_ids=None, **kwargs):
+        if noise_embeds.shape[1] == self.config.block_size:
+            self.anchors.append(int(position_ids[0, -noise_embeds.shape[1]]))
+        return super().forward(noise_embeds, context_hidden_states, position_ids, **kwargs)
+
+    def compute_logits(self, hidden, target_head, vocab_size):
+        logits = super().compute_logits(hidden, target_head, vocab_size)
+        self.drafted.append(logits[0])
+        return logits
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_pass_gives_the_logits_of_generation(variant, samples):
+    target = make_target("qwen3", dtype=torch.float64)
+    drafter = make_drafter(cls=Recorder, **VARIANTS[variant]).double()
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    drafter.anchors, drafter.drafted = [], []
+    sample, other = samples[3], samples[5]
+    start = sample.spans[0][0]
+    prompt = torch.tensor([sample.ids[:start]])
+    target.generate(prompt, assistant_model=drafter, max_new_tokens=len(sample.ids) - start, do_sample=False)
+    anchors, drafted = drafter.anchors, drafter.drafted[:]
+    assert len(anchors) == len(drafted) > 10
+
+    objective.use_block_attention(drafter)
+    items = [item_of(target, s, drafter.config) for s in (other, sample)]
+    blocks = objective.pack(items, [[other.spans[0][0], other.spans[0][0] + 4], anchors], drafter.config)
+    states = objective.block_states(drafter, drafter, blocks, target.get_input_embeddings())
+    logits = drafter.compute_logits(states, target.get_output_embeddings(), VOCAB)[2:]
+    for row, seen in zip(logits, drafted, strict=True):
+        torch.testing.assert_close(row[: len(seen)], seen, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["bidirectional", "sliding", "causal"])
+def test_flex_attention_sees_what_sdpa_sees(variant):
+    attention = make_drafter(**VARIANTS[variant]).layers[0].self_attn
+    visible = torch.tensor([[0, 5], [0, 7], [9, 12], [9, 20]])
+    T, L = 21, 4
+    q, k = torch.randn(1, 4, 4 * L, 16), torch.randn(1, 4, T + 4 * L, 16)
+    v = torch.randn_like(k)
+    attention.num_key_value_groups = 1
+    mask = visible[None, None]
+    expected, _ = objective.block_attention(attention, q, k, v, mask, scaling=0.25)
+    found = objective._flex(attention, q, k, v, mask, L, T, 0.25)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+# -- the objective --
+
+
+def test_labels_are_the_answers_tokens_and_nothing_else(target):
+    sample = Sample("two turns", list(range(8, 28)), [(4, 9), (13, 20)])
+    drafter = make_drafter()
+    anchors = objective.possible_anchors(sample.spans)
+    assert anchors == [4, 5, 6, 7, 13, 14, 15, 16, 17, 18]
+    blocks = objective.pack([item_of(target, sample, drafter.config)], [anchors], drafter.config)
+    for anchor, ids, labels in zip(anchors, blocks.block_ids.view(-1, BLOCK), blocks.labels, strict=True):
+        assert ids.tolist() == [sample.ids[anchor]] + [MASK] * (BLOCK - 1)
+        stop = 9 if anchor < 9 else 20
+        expected = [sample.ids[p] if p < stop else objective.IGNORE for p in range(anchor + 1, anchor + BLOCK)]
+        assert labels.tolist() == expected
+
+
+def test_anchors_are_drawn_by_seed_epoch_and_sample():
+    spans = [(10, 200), (300, 400)]
+    drawn = objective.draw_anchors(spans, 20, seed=1, epoch=2, sample_id="x")
+    assert drawn == objective.draw_anchors(spans, 20, seed=1, epoch=2, sample_id="x")
+    others = [(0, 2, "x"), (1, 3, "x"), (1, 2, "y")]
+    assert all(drawn != objective.draw_anchors(spans, 20, *other) for other in others)
+    assert drawn == sorted(set(drawn)) and len(drawn) == 20
+    assert set(drawn) <= set(objective.possible_anchors(spans))
+    assert objective.draw_anchors(spans, 999, 1, 2, "x") == objective.possible_anchors(spans)
+
+
+@pytest.mark.parametrize("distillation_weight", [0.0, 0.3, 1.0])
+def test_loss_in_chunks_is_the_loss_and_its_gradient(distillation_weight, monkeypatch):
+    torch.manual_seed(0)
+    rows, width = 20, 8
+    head, states = torch.randn(VOCAB, width), torch.randn(rows, width, requires_grad=True)
+    labels, weights, teacher = torch.randint(VOCAB, (rows,)), torch.rand(rows), torch.randn(rows, VOCAB)
+    monkeypatch.setattr(objective, "LOGITS_IN_A_CHUNK", 3 * VOCAB)
+    loss = objective.weighted_loss(
+        states, labels, weights, lambda x: x @ head.T, VOCAB, lambda part: teacher[part], distillation_weight
+    )
+    (gradient,) = torch.autograd.grad(2 * loss, states)
+
+    log_q, p = (states @ head.T).log_softmax(-1), teacher.softmax(-1)
+    right = -log_q[torch.arange(rows), labels]
+    divergence = (p * (p.log() - log_q)).sum(-1)
+    expected = (weights * ((1 - distillation_weight) * right + distillation_weight * divergence)).sum()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(2 * expected, states)[0])
+
+
+def test_an_untrained_teacher_of_itself_has_no_divergence(target, samples, tmp_path):
+    """The teacher's rows stand where the labels do: a drafter's KL to the target's own logits is the closed form."""
+    drafter = make_drafter()
+    trainer = DFlashTrainer(drafter, target, arguments(tmp_path, distillation_weight=1.0), SampleDataset(samples))
+    (batch,), total = trainer.get_batch_samples(iter([[SampleDataset(samples)[2]]]), 1, torch.device("cpu"))
+    loss = trainer.compute_loss(drafter, batch, num_items_in_batch=total)
+
+    sample, blocks = samples[2], batch["blocks"]
+    log_p = target(torch.tensor([sample.ids])).logits[0].log_softmax(-1)  # row i is about token i + 1
+    states = objective.block_states(drafter, drafter, blocks, target.get_input_embeddings())
+    log_q = drafter.compute_logits(states, target.get_output_embeddings(), VOCAB).log_softmax(-1)
+    expected, weights = 0.0, 0.0
+    for n, (_, anchor) in enumerate(blocks.visible.tolist()):
+        for k in range(BLOCK - 1):
+            if anchor + 1 + k < len(sample.ids):
+                weight = float(torch.exp(torch.tensor(-k / 2.0)))  # gamma is 2 for blocks of 4
+                row = log_p[anchor + k]
+                expected += weight * float((row.exp() * (row - log_q[n, k])).sum())
+                weights += weight
+    assert float(total) == pytest.approx(weights, rel=1e-5)
+    assert float(loss) == pytest.approx(expected / weights, rel=1e-4)
+
+
+def test_how_a_step_is_cut_into_batches_does_not_matter(target, samples, tmp_path):
+    data = SampleDataset(samples)
+    runs = [
+        trained(target, data, tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=8 // batch)
+        for batch in (1, 4, 8)
+    ]
+    for other in runs[1:]:
+        assert_same_weights(runs[0].model, other.model, 1e-5)
+    assert runs[0].state.log_history[0]["loss"] == pytest.approx(runs[2].state.log_history[0]["loss"], abs=1e-5)
+
+
+def test_the_loss_over_the_answers_tokens_leaves_the_others_out(target, samples, tmp_path):
+    data = SampleDataset(samples[:2])
+    trainer = DFlashTrainer(make_drafter(), target, arguments(tmp_path, answer_vocabulary=True), data)
+    used = {i for s in samples[:2] for i in s.ids[s.spans[0][0] :]}
+    assert trainer.head.vocab_size == len(used) < VOCAB
+    whole = target.get_output_embeddings()(torch.eye(target.config.hidden_size))
+    reduced = trainer.head(torch.eye(target.config.hidden_size))
+    ids = torch.tensor(sorted(used))
+    assert torch.equal(trainer.head.number(ids), torch.arange(len(used)))
+    torch.testing.assert_close(reduced, whole[:, ids])
+
+
+# -- learning, and what evaluation says of it --
+
+
+@pytest.fixture(scope="module")
+def overfitted(target, samples, tmp_path_factory):
+    """A drafter that knows seven answers by heart, and has not seen the eighth."""
+    folder = tmp_path_factory.mktemp("overfitted")
+    trainer = trained(
+        target,
+        SampleDataset(samples[:7]),
+        folder,
+        per_device_train_batch_size=7,
+        gradient_accumulation_steps=1,
+        max_steps=130,
+        num_anchors=64,
+        learning_rate=5e-3,
+    )
+    trainer.save_model()
+    return folder, trainer
+
+
+def test_answers_are_learnt_by_heart(overfitted, samples):
+    _, trainer = overfitted
+    metrics = trainer.evaluate(SampleDataset(samples[:7]))
+    # A block can be right to its end and yet be cut by the end of its answer: tau stays a little below its size.
+    most = figures_when_all_is_right(samples[:7])
+    assert metrics["eval_tau"] == pytest.approx(most)
+    assert metrics["eval_tau"] >= 0.9 * BLOCK
+    assert metrics["eval_accuracy_1"] == metrics["eval_accuracy_3"] == 1.0
+
+
+def figures_when_all_is_right(samples) -> float:
+    tokens = [stop - start - 1 for s in samples for start, stop in s.spans]
+    return sum(tokens) / sum(-(-n // BLOCK) for n in tokens)
+
+
+def test_evaluation_counts_the_cycles_of_generation(overfitted, samples):
+    folder, trainer = overfitted
+    target = trainer.target
+    drafter = DFlashDraftModel.from_pretrained(folder)
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    head, embeddings = target.get_output_embeddings(), target.get_input_embeddings()
+    items = [item_of(target, sample, drafter.config) for sample in samples]
+    rows = walk(
+        trainer.model, trainer.drafter, items, lambda s: drafter.compute_logits(s, head, VOCAB), embeddings, 2.0
+    )
+    K, seen = BLOCK - 1, set()
+    for sample, row in zip(samples, rows.tolist(), strict=True):
+        start = sample.spans[0][0]
+        prompt = torch.tensor([sample.ids[:start]])
+        target.generate(prompt, assistant_model=drafter, max_new_tokens=len(sample.ids) - start, do_sample=False)
+        run = drafter.last_run
+        assert row[2:4] == [run.tokens - 1, run.cycles]
+        assert row[4 : 4 + K] == run.accepted + [0] * (K - len(run.accepted))
+        assert row[4 + K : 4 + 2 * K] == run.offered + [0] * (K - len(run.offered))
+        seen.add(run.tau)
+    assert len(seen) > 2  # the unknown answer, at the least, went another way
+    assert figures(rows)["tau"] == pytest.approx(rows[:, 2].sum() / rows[:, 3].sum())
+
+
+# -- processes and interruptions --
+
+SCRIPT = """
+import os, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import torch
+torch.set_num_threads(1)
+from test_training import *
+target, folder, kill_at = make_target("qwen3"), sys.argv[1], int(sys.argv[2])
+samples = torch.load(sys.argv[3], weights_only=False)
+
+class Kill(DFlashTrainer):
+    def _save_optimizer_and_scheduler(self, output_dir):
+        if self.state.global_step == kill_at:  # half of the checkpoint is written
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+torch.manual_seed(0)
+trainer = Kill(make_drafter(initializer_range=0.05), target, arguments(folder, **RUN), SampleDataset(samples))
+trainer.train(resume_from_checkpoint=True)
+trainer.save_model()
+"""
+RUN = {
+    "max_steps": 7,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+}
+
+
+def run_script(tmp_path, samples, folder, kill_at: int, processes: int = 1) -> subprocess.CompletedProcess:
+    root = Path(__file__).resolve().parents[1]
+    script, data = tmp_path / "script.py", tmp_path / "samples.pt"
+    script.write_text(SCRIPT.format(root=str(root), tests=str(root / "tests")))
+    torch.save(samples, data)
+    launch = [] if processes == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    if launch:
+        launch += ["--master_port", str(20000 + os.getpid() % 20000)]
+    command = [sys.executable, *launch, str(script), str(folder), str(kill_at), str(data)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_killed_while_it_saves_and_started_again_gives_the_same_weights(target, samples, tmp_path):
+    whole = trained(target, SampleDataset(samples), tmp_path / "whole", **RUN)
+    killed = run_script(tmp_path, samples, tmp_path / "killed", kill_at=4)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / "killed/checkpoint-4/model.safetensors").is_file()
+    DFlashDraftModel.from_pretrained(tmp_path / "killed/checkpoint-2")  # a checkpoint is a drafter
+    assert last_checkpoint(tmp_path / "killed").endswith("checkpoint-2")
+    again = trained(target, SampleDataset(samples), tmp_path / "killed", resume=True, **RUN)
+    assert again.state.global_step == 7
+    assert_same_weights(whole.model, again.model)
+
+
+def test_two_processes_train_as_one(target, samples, tmp_path):
+    """Nine samples of different lengths, so the processes' loads differ."""
+    samples = [*samples, Sample("short", samples[0].ids[:9], [(6, 9)])]
+    one = trained(target, SampleDataset(samples), tmp_path / "one", **RUN | {"gradient_accumulation_steps": 4})
+    done = run_script(tmp_path, samples, tmp_path / "two", kill_at=0, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert_same_weights(one.model, DFlashDraftModel.from_pretrained(tmp_path / "two"), 1e-5)
+
+
+def test_full_disk_keeps_the_last_checkpoint(target, samples, tmp_path, monkeypatch):
+    class FullAtFour(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+
+                def full(*args, **kwargs):
+                    raise OSError(28, "No space left on device")
+
+                monkeypatch.setattr(DFlashDraftModel, "save_pretrained", full)
+
+    with pytest.raises(OSError, match=r"checkpoint of step 4 .*No space left.*checkpoint-2 is whole"):
+        trained(target, SampleDataset(samples), tmp_path, callbacks=[FullAtFour()], **RUN)
+    monkeypatch.undo()
+    again = trained(target, SampleDataset(samples), tmp_path, resume=True, **RUN)
+    whole = trained(target, SampleDataset(samples), tmp_path / "whole", **RUN)
+    assert_same_weights(whole.model, again.model)
