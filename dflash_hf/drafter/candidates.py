@@ -1,5 +1,6 @@
 """DFlashCandidateGenerator: from the target's hidden states to a proposed block, one drafter pass a cycle."""
 
+import copy
 import threading
 import time
 import weakref
@@ -176,24 +177,100 @@ def knobs(drafter) -> tuple[int, float, str, bool]:
     return most, threshold or 0.0, sampling or "rejection", schedule != "constant"
 
 
-def warp(processors, logits: torch.Tensor) -> torch.Tensor:
+def warp(processors, logits: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor | None]:
     """Memoryless processors applied to all rows of `[n, V]` at once, as transformers' own up to rounding.
 
-    On the CPU what follows a top-k works on the k survivors of each row: sorting a whole vocabulary, as top-p does,
-    takes longer than the target's LM head.
+    What follows a top-k works on the k survivors of each row: to sort or to draw from a whole vocabulary takes longer
+    than the LM head on a CPU.
+
+    Returns:
+        values `[n, V]` and None; or the survivors' values `[n, k]` and their token ids `[n, k]` long.
     """
-    ids = torch.zeros(logits.shape[0], 1, dtype=torch.long, device=logits.device)  # they do not read it
+    no_ids = torch.zeros(logits.shape[0], 1, dtype=torch.long, device=logits.device)  # read by none of them
     for i, processor in enumerate(processors):
-        rest = processors[i + 1 :]
-        if type(processor) is lp.TopKLogitsWarper and logits.device.type == "cpu" and rest:
-            k = min(processor.top_k, logits.shape[-1])
-            best, where = logits.topk(k)
-            ties = (logits >= best[:, -1:]).sum(-1).max() > k  # transformers keeps all that equal the k-th
-            if not ties and all(type(later) in _VALUES_ONLY for later in rest):
-                spread = torch.full_like(logits, processor.filter_value)
-                return spread.scatter_(1, where, warp(rest, best))
-        logits = processor(ids, logits)
-    return logits
+        if type(processor) is lp.TopKLogitsWarper and all(type(later) in _VALUES_ONLY for later in processors[i:]):
+            values, ids = logits.topk(min(processor.top_k, logits.shape[-1]))
+            # transformers keeps every token that equals the k-th.
+            if not bool(((logits >= values[:, -1:]).sum(-1) > ids.shape[1]).any()):
+                for later in processors[i + 1 :]:
+                    values = later(no_ids, values)
+                return values, ids
+        logits = processor(no_ids, logits)
+    return logits, None
+
+
+def spread(values: torch.Tensor, ids: torch.LongTensor | None, vocab_size: int) -> torch.Tensor:
+    """Logits `[..., V]` of what `warp` gives, -inf for all other tokens."""
+    if ids is None:
+        return values
+    return values.new_full((*values.shape[:-1], vocab_size), float("-inf")).scatter_(-1, ids, values)
+
+
+def pick(values: torch.Tensor, ids: torch.LongTensor | None, do_sample: bool, noise=None) -> torch.LongTensor:
+    """One token for every row of `[B, g, n]`: the likeliest, the likeliest with `noise`, or one drawn."""
+    if noise is not None:
+        index = (values + noise.at(ids, values.shape[1])).argmax(-1)
+    elif do_sample:
+        index = torch.multinomial(values.flatten(0, -2).softmax(-1), num_samples=1).view(values.shape[:-1])
+    else:
+        index = values.argmax(-1)
+    return index if ids is None else ids.gather(-1, index[..., None])[..., 0]
+
+
+class GumbelNoise:
+    """Noise that depends on (seed, row, position, token) and on nothing else, so that drafter and target share it.
+
+    The uniform numbers behind it are a hash of that counter, splitmix64's finaliser.
+
+    Args:
+        seed: of the call.
+        rows: each row's place in the call's batch.
+        indices: each row's number of new tokens so far; the noise is for this position and those behind it.
+        width: how many positions.
+        vocab_size: tokens.
+
+    Example:
+        >>> noise = GumbelNoise(0, rows=[0], indices=[5], width=2, vocab_size=10, device="cpu")
+        >>> noise.at(None).shape
+        torch.Size([1, 2, 10])
+    """
+
+    def __init__(self, seed: int, rows: list[int], indices: list[int], width: int, vocab_size: int, device):
+        counters = [
+            [seed + (row << 40) + index + i for i in range(width)] for row, index in zip(rows, indices, strict=True)
+        ]
+        self.vocab_size = vocab_size
+        self._keys = torch.tensor([[_signed(_mix(counter)) for counter in row] for row in counters], device=device)
+
+    def at(self, ids: torch.LongTensor | None, width: int | None = None) -> torch.Tensor:
+        """Float32 noise for the first `width` positions: of all tokens `[B, width, V]`, or of ids `[B, width, n]`."""
+        keys = self._keys[:, :width, None]
+        tokens = torch.arange(self.vocab_size, device=keys.device) if ids is None else ids
+        x = keys + tokens * _signed(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
+        uniform = ((x >> 40 & (1 << 24) - 1).float() + 0.5) / (1 << 24)
+        return -(-uniform.log()).log()
+
+    def of_row(self, row: int, first: int = 0) -> "GumbelNoise":
+        """The noise of one row only, from its `first` position on."""
+        one = copy.copy(self)
+        one._keys = self._keys[row : row + 1, first:]
+        return one
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(value: int) -> int:
+    """splitmix64's finaliser, on Python's integers."""
+    bits = (1 << 64) - 1
+    value &= bits
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & bits
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & bits
+    return value ^ value >> 31
 
 
 class Drafting:
@@ -271,10 +348,11 @@ class Drafting:
             anchors: `[B]` long, each row's last token.
             limit: drafts wanted.
             histories: the ids `[1, n]` of each row, for processors that read them.
-            noise: `[B, limit, V]` to add to the logits before the best is taken; None draws or takes the likeliest.
+            noise: `GumbelNoise` of the drafts' positions; None draws or takes the likeliest.
 
         Returns:
-            drafts `[B, g]`, g <= limit; the processed logits `[B, g, V]` they came from.
+            drafts `[B, g]`, g <= limit; the processed logits they came from, as `warp` gives them: `[B, g, n]` and
+            their token ids, or None where n is the whole vocabulary.
         """
         drafter, config = self.drafter, self.drafter.config
         block = anchors.new_full((len(anchors), config.block_size), config.mask_token_id)
@@ -293,18 +371,18 @@ class Drafting:
         if self.do_sample or self.processors:
             logits = logits.float()
         if self.slot_by_slot:
-            rows = [
-                self._pick_slot_by_slot(ids, logits[i : i + 1], None if noise is None else noise[i : i + 1])
+            picked = [
+                self._pick_slot_by_slot(ids, logits[i : i + 1], None if noise is None else noise.of_row(i))
                 for i, ids in enumerate(histories)
             ]
-            limit = min(drafts.shape[1] for drafts, _ in rows)
-            return torch.cat([d[:, :limit] for d, _ in rows]), torch.cat([rows_[:, :limit] for _, rows_ in rows])
-        batch, limit, vocabulary = logits.shape
-        if self.processors:
-            logits = warp(self.processors, logits.reshape(batch * limit, vocabulary)).view(batch, limit, vocabulary)
-        limit = self._num_possible(logits)
-        logits = logits[:, :limit]
-        return self._pick(logits, noise), logits
+            limit = min(drafts.shape[1] for drafts, _ in picked)
+            drafts, values = (torch.cat([of_row[which][:, :limit] for of_row in picked]) for which in (0, 1))
+            return drafts, values, None
+        values, ids = warp(self.processors, logits.flatten(0, 1))
+        values = values.unflatten(0, logits.shape[:2])
+        limit = self._num_possible(values)
+        values, ids = values[:, :limit], None if ids is None else ids.unflatten(0, logits.shape[:2])[:, :limit]
+        return pick(values, ids, self.do_sample, noise), values, ids
 
     def _place(self, num_context: int, valid: torch.Tensor | None, device) -> torch.LongTensor:
         """Where the new context and the block go: tells the cache, returns their positions `[B, S + L]`."""
@@ -344,14 +422,6 @@ class Drafting:
             (features[rows], valid if valid is None else valid[rows]) for features, valid in self.pending
         ]
 
-    def _pick(self, logits: torch.Tensor, noise=None) -> torch.LongTensor:
-        """One token for every row of `[..., V]`: the likeliest, the likeliest with noise, or one drawn from it."""
-        if noise is not None:
-            return (logits + noise[:, : logits.shape[1]]).argmax(-1)
-        if self.do_sample:
-            return torch.multinomial(logits.flatten(0, -2).softmax(-1), num_samples=1).view(logits.shape[:-1])
-        return logits.argmax(-1)
-
     def _pick_slot_by_slot(self, input_ids, logits, noise):
         """As above where a processor reads the ids so far: each slot is processed given the drafts before it."""
         ids, rows = input_ids, []
@@ -362,19 +432,19 @@ class Drafting:
             if not self._num_possible(row[None]):
                 break
             rows.append(row)
-            token = self._pick(row[None], None if noise is None else noise[:, slot : slot + 1])
+            token = pick(row[None], None, self.do_sample, None if noise is None else noise.of_row(0, slot))
             ids = torch.cat([ids, token], dim=1)
         return ids[:, input_ids.shape[1] :], torch.stack(rows, dim=1) if rows else logits[:, :0]
 
     def _num_possible(self, logits) -> int:
-        """Leading slots of `[B, g, V]` with a possible token: processors can forbid all of a reduced vocabulary."""
+        """Leading slots of `[B, g, n]` with a possible token: processors can forbid all of a reduced vocabulary."""
         if self.drafter.d2t is None:
             return logits.shape[1]
         return int((logits > float("-inf")).any(-1).all(0).long().cumprod(0).sum())
 
 
 def confident(logits: torch.Tensor, threshold: float) -> torch.Tensor:
-    """How many leading slots of `[B, g, V]` have a top probability of at least `threshold`: `[B]` long."""
+    """How many leading slots of `[B, g, n]` have a top probability of at least `threshold`: `[B]` long."""
     return (top_probability(logits) >= threshold).long().cumprod(-1).sum(-1)
 
 
@@ -456,12 +526,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
             else:
                 self.drafting.add_context(hidden_states, [int(n_last_matches) + 1])
             if limit > 0:
-                drafts, logits = self.drafting.draft(input_ids[:, -1], limit, [input_ids])
+                drafts, values, kept = self.drafting.draft(input_ids[:, -1], limit, [input_ids])
                 if self.threshold > 0.0:
-                    limit = int(confident(logits, self.threshold))
-                    drafts, logits = drafts[:, :limit], logits[:, :limit]
+                    drafts = drafts[:, : int(confident(values, self.threshold))]
                 ids = torch.cat([input_ids, drafts], dim=1)
-                logits = logits if self.do_sample and drafts.shape[1] else None
+                if self.do_sample and drafts.shape[1]:
+                    logits = spread(values, kept, self.drafting.vocab_size)[:, : drafts.shape[1]]
             self._num_offered = ids.shape[1] - input_ids.shape[1]
         self._clock = time.perf_counter()
         self.run.drafting_s += self._clock - started

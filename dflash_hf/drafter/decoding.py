@@ -17,7 +17,20 @@ from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
 from transformers.generation.utils import GenerateDecoderOnlyOutput, _split_model_outputs
 
-from .candidates import MEMORYLESS, READS_HISTORY, DFlashRun, Drafting, confident, knobs, record, top_probability, warp
+from .candidates import (
+    MEMORYLESS,
+    READS_HISTORY,
+    DFlashRun,
+    Drafting,
+    GumbelNoise,
+    confident,
+    knobs,
+    pick,
+    record,
+    spread,
+    top_probability,
+    warp,
+)
 from .head import PackedHead
 from .passes import CropPass, SlotPass, why_not_slots
 from .schedule import Schedule
@@ -30,15 +43,16 @@ _ROW_PROCESSORS = (*MEMORYLESS, *READS_HISTORY, lp.WatermarkLogitsProcessor)
 _ROW_CRITERIA = (sc.MaxLengthCriteria, sc.EosTokenCriteria, sc.StopStringCriteria, sc.MaxTimeCriteria)
 
 
-def accept(logits, drafts, offered, draft_logits, noise, do_sample):
+def accept(target, drafts, offered, drafter, noise, do_sample):
     """Which drafts each row keeps, and the token behind them.
 
     Args:
-        logits: `[B, g + 1, V]`, the target's processed ones at the anchor and at each draft.
+        target: values `[B, g + 1, n]` of the target's processed logits at the anchor and at each draft, and their
+            token ids `[B, g + 1, n]`, or None where n is the whole vocabulary (`candidates.warp`).
         drafts: `[B, g]` long.
         offered: `[B]` long, how many of a row's drafts count.
-        draft_logits: `[B, g, V]`, what the drafts were drawn from (rejection sampling), else None.
-        noise: `[B, g + 1, V]`, the Gumbel noise that drafter and target share (coupled sampling), else None.
+        drafter: the same of what the drafts were drawn from, `[B, g, n]`; read by rejection sampling only.
+        noise: the `GumbelNoise` that drafter and target share (coupled sampling), else None.
         do_sample: sample, or take the likeliest.
 
     Returns:
@@ -46,36 +60,53 @@ def accept(logits, drafts, offered, draft_logits, noise, do_sample):
         follow the target's distribution exactly: by speculative sampling (arXiv 2211.17192, algorithm 1), or as the
         Gumbel-max of the target's own logits.
     """
+    values, ids = target
     num_drafts = drafts.shape[1]
     counts = torch.arange(num_drafts, device=drafts.device) < offered[:, None]
-    if not do_sample or noise is not None:
-        tokens = (logits if noise is None else logits + noise).argmax(-1)
+    if num_drafts == 0 or not do_sample or noise is not None:
+        tokens = pick(values, ids, do_sample, noise)
         matches = (tokens[:, :-1] == drafts) & counts
         return tokens, matches.long().cumprod(-1).sum(-1)
-    p = logits.softmax(-1)
-    if num_drafts == 0:
-        return torch.multinomial(p[:, 0], 1), torch.zeros_like(offered)
-    q = draft_logits.softmax(-1)
-    p_draft, q_draft = (x.gather(-1, drafts[..., None])[..., 0] for x in (p[:, :-1], q))
+    p, (q_values, q_ids) = values.softmax(-1), drafter
+    q = q_values.softmax(-1)
+    p_draft = _probability(p[:, :-1], None if ids is None else ids[:, :-1], drafts)
+    q_draft = _probability(q, q_ids, drafts)
     matches = (torch.rand(p_draft.shape, device=p.device) * q_draft < p_draft) & counts
     accepted = matches.long().cumprod(-1).sum(-1)
-    rows = torch.arange(len(drafts), device=drafts.device)
-    last = p[rows, accepted]
+    rows, behind = torch.arange(len(drafts), device=drafts.device), accepted.clamp_max(num_drafts - 1)
+    last, last_ids = p[rows, accepted], None if ids is None else ids[rows, accepted]
+    rejected, rejected_ids = q[rows, behind], None if q_ids is None else q_ids[rows, behind]
+    if last_ids is None and rejected_ids is not None:
+        rejected = torch.zeros_like(last).scatter_(-1, rejected_ids, rejected)
+    elif last_ids is not None and rejected_ids is None:
+        rejected = rejected.gather(-1, last_ids)
+    elif last_ids is not None:
+        rejected = ((last_ids[:, :, None] == rejected_ids[:, None]) * rejected[:, None]).sum(-1)
     # Behind the last draft that counts there is nothing to subtract.
-    rejected = (accepted < offered)[:, None] * q[rows, accepted.clamp_max(num_drafts - 1)]
-    residual = (last - rejected).clamp_min(0)
+    residual = (last - (accepted < offered)[:, None] * rejected).clamp_min(0)
     # p equals q to rounding: rejecting was rounding too, and p itself is what is left
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, last)
+    own = torch.multinomial(residual, 1)
     tokens = torch.cat([drafts, drafts[:, :1]], dim=1)
-    tokens[rows, accepted] = torch.multinomial(residual, 1)[:, 0]
+    tokens[rows, accepted] = (own if last_ids is None else last_ids.gather(-1, own))[:, 0]
     return tokens, accepted
 
 
-def accept_in_turn(logits, drafts, draft_logits, noise, ids, processors, do_sample, ends):
+def _probability(p, ids, tokens):
+    """Of tokens `[B, g]` under probabilities `[B, g, n]` of ids (None: of the whole vocabulary)."""
+    if ids is None:
+        return p.gather(-1, tokens[..., None])[..., 0]
+    return (p * (ids == tokens[..., None])).sum(-1)
+
+
+def accept_in_turn(logits, drafts, drafter, noise, ids, processors, do_sample, ends):
     """`accept` for one row, token by token, where processors read the text so far.
 
     Args:
-        logits: `[g + 1, V]`, the target's; drafts `[g]`, draft_logits `[g, V]` or None, noise `[g + 1, V]` or None.
+        logits: `[g + 1, V]`, the target's.
+        drafts: `[g]` long.
+        drafter: values `[1, g', n]` and ids or None as in `accept`, g' >= g; or None.
+        noise: `GumbelNoise` of this row, or None.
         ids: `[1, n]`, the text up to the anchor.
         processors: the call's; each is called once a token, with every token before it committed.
         ends: says of a text `[1, n]` whether it ends there; processors must not see what lies behind the end.
@@ -87,19 +118,19 @@ def accept_in_turn(logits, drafts, draft_logits, noise, ids, processors, do_samp
     for slot in range(len(drafts) + 1):
         row = processors(ids, logits[slot : slot + 1])
         scores.append(row)
-        last = slot == len(drafts)
-        offered = torch.tensor([0 if last else 1], device=row.device)
+        draft = drafts[None, slot : slot + 1]
+        of_slot = drafter and [None if part is None else part[:, slot : slot + 1] for part in drafter]
         chosen, accepted = accept(
-            row[None].expand(1, 1 if last else 2, -1),
-            drafts[None, slot : slot + 1],
-            offered,
-            None if draft_logits is None else draft_logits[None, slot : slot + 1],
-            None if noise is None else noise[None, slot : slot + 1].expand(1, 1 if last else 2, -1),
+            (row[None].expand(1, draft.shape[1] + 1, -1), None),
+            draft,
+            draft.new_full((1,), draft.shape[1]),
+            of_slot,
+            noise and noise.of_row(0, slot),
             do_sample,
         )
         tokens.append(chosen[0, 0])
         ids = torch.cat([ids, tokens[-1].view(1, 1)], dim=1)
-        if not last and (not bool(accepted) or ends(ids)):
+        if not bool(accepted) or ends(ids):
             break
     return torch.stack(tokens), torch.cat(scores)
 
@@ -147,42 +178,6 @@ def _why_not_row_by_row(logits_processor, stopping_criteria, generation_config, 
         if generation_config.return_dict_in_generate and getattr(generation_config, name):
             return f"{name} come from steps of all rows at once"
     return None
-
-
-def gumbel_noise(seed: int, rows: list[int], indices: list[int], width: int, vocab_size: int, device) -> torch.Tensor:
-    """Gumbel noise `[B, width, vocab_size]` float32 that depends on (seed, row, position, token) and on nothing else.
-
-    Args:
-        seed: of the call.
-        rows: each row's place in the call's batch.
-        indices: each row's number of new tokens so far; its noise is for this position and the `width - 1` behind it.
-
-    The uniform numbers are a hash: two rounds of multiply and xor-shift (splitmix64's finaliser) of the counter.
-    """
-    counters = [
-        [seed + (row << 40) + index + i for i in range(width)] for row, index in zip(rows, indices, strict=True)
-    ]
-    keys = torch.tensor([[_signed(_mix(counter & _MASK64)) for counter in row] for row in counters], device=device)
-    x = keys[..., None] + torch.arange(vocab_size, device=device) * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
-    uniform = ((x >> 40 & (1 << 24) - 1).float() + 0.5) / (1 << 24)
-    return -(-uniform.log()).log()
-
-
-_MASK64 = (1 << 64) - 1
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same bits."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _mix(value: int) -> int:
-    """splitmix64's finaliser."""
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK64
-    return value ^ value >> 31
 
 
 def decode(
@@ -261,7 +256,7 @@ def decode(
 
     def noise_for(rows, lengths, width):
         new = [length - prompt_length for length in lengths]
-        return gumbel_noise(seed, rows, new, width, drafter.config.vocab_size, input_ids.device)
+        return GumbelNoise(seed, rows, new, width, drafter.config.vocab_size, input_ids.device)
 
     # -- the prompt --
     run = DFlashRun(rows=num_rows)
@@ -314,7 +309,7 @@ def decode(
     ids[:, :prompt_length] = input_ids
     rows, lengths = list(range(num_rows)), [prompt_length] * num_rows  # rows still here; length of every row
     logits = outputs.logits[:, -1:]
-    drafts, draft_logits, offered = input_ids[:, :0], None, [0] * num_rows
+    drafts, drawn_from, offered = input_ids[:, :0], None, [0] * num_rows
     noise = noise_for(rows, lengths, 1) if coupled else None
     guesses, drafted, prefilling, draft_s = [], False, True, 0.0
     try:
@@ -324,22 +319,23 @@ def decode(
             if do_sample or len(logits_processor) or keep_scores or keep_logits:
                 logits = logits.to(torch.float32, copy=True)
             if at_once:
-                processed = logits.clone() if keep_logits else logits
-                if len(logits_processor):
-                    processed = warp(logits_processor, processed.flatten(0, 1)).view(logits.shape)
+                flat = logits.flatten(0, 1)
+                values, kept = warp(logits_processor, flat.clone() if keep_logits else flat)
+                values = values.unflatten(0, logits.shape[:2])
+                kept = None if kept is None else kept.unflatten(0, logits.shape[:2])
                 count_of = torch.tensor(offered, device=input_ids.device)
-                tokens, accepted = accept(processed, drafts, count_of, draft_logits, noise, do_sample)
+                tokens, accepted = accept((values, kept), drafts, count_of, drawn_from, noise, do_sample)
                 both = torch.cat([tokens, accepted[:, None]], dim=1).tolist()  # the cycle's one synchronisation
                 committed = [row[: row[-1] + 1] for row in both]
-                processed = list(processed)
+                processed = spread(values, kept, logits.shape[-1]) if keep_scores else None
             else:
                 committed, processed = [], []
                 for i, row in enumerate(rows):
                     chosen, of_row = accept_in_turn(
                         logits[i, : offered[i] + 1],
                         drafts[i, : offered[i]],
-                        None if draft_logits is None else draft_logits[i],
-                        None if noise is None else noise[i],
+                        drawn_from and [None if part is None else part[i : i + 1] for part in drawn_from],
+                        noise and noise.of_row(i),
                         ids[row : row + 1, : lengths[row]],
                         logits_processor,
                         do_sample,
@@ -433,29 +429,27 @@ def decode(
             anchors = ids[rows, [lengths[row] - 1 for row in rows]]
             room = [max_length - lengths[row] - 1 for row in rows]  # the target's own token needs a place, too
             limit = min(num_drafts, max(room))
-            drafts, draft_logits, offered, drafted = anchors[:, None][:, :0], None, [0] * len(rows), False
+            drafts, drawn_from, offered, drafted = anchors[:, None][:, :0], None, [0] * len(rows), False
+            noise = None
             here = [lengths[row] for row in rows]
             if limit > 0 and (schedule is None or schedule.wants_draft()):
                 drafted = True
-                noise = noise_for(rows, here, limit + 1) if coupled else None
                 histories = [ids[row : row + 1, : lengths[row]] for row in rows]
-                drafts, draft_logits = drafting.draft(anchors, limit, histories, noise)
+                noise = noise_for(rows, here, limit + 1) if coupled else None
+                drafts, *drawn_from = drafting.draft(anchors, limit, histories, noise)
                 offered = [min(drafts.shape[1], space) for space in room]
                 if threshold > 0.0:
-                    sure = confident(draft_logits, threshold).tolist()
+                    sure = confident(drawn_from[0], threshold).tolist()
                     offered = [min(pair) for pair in zip(offered, sure, strict=True)]
                 longest = max(offered)
                 if schedule is not None and longest:
                     # One copy to the host for both; ids are below 2**53.
-                    values = torch.cat([top_probability(draft_logits).double(), drafts.double()], dim=1)
-                    guesses = [(row[drafts.shape[1] :], row[: drafts.shape[1]]) for row in values.tolist()]
+                    both = torch.cat([top_probability(drawn_from[0]).double(), drafts.double()], dim=1).tolist()
+                    guesses = [(row[drafts.shape[1] :], row[: drafts.shape[1]]) for row in both]
                     longest = schedule.length([confidence[:longest] for _, confidence in guesses])
                     offered = [min(longest, count) for count in offered]
-                drafts, draft_logits = drafts[:, :longest], draft_logits[:, :longest]
-                if not do_sample or coupled or longest == 0:
-                    draft_logits = None
-                if coupled:
-                    noise = noise[:, : longest + 1]
+                drafts = drafts[:, :longest]
+                drawn_from = [None if part is None else part[:, :longest] for part in drawn_from]
             elif coupled:
                 noise = noise_for(rows, here, 1)
             now = time.perf_counter()

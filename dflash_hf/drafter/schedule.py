@@ -14,6 +14,7 @@ _BINS = 16  # of the drafter's confidence
 _WINDOW = 24  # drafted cycles that the comparison with plain decoding looks back on
 _TRIAL = 4  # drafted cycles after a pause before they are judged
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512  # plain steps
+_GUESS = 0.05  # by how much a draft lengthens a target pass, until longer ones have been timed
 
 # drafter -> target -> number of rows -> what was learnt, for all calls of this process
 _learnt: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
@@ -71,11 +72,10 @@ class Schedule:
         times = self.learnt.verify_s
         if times[k]:
             return median(times[k])
-        known = [i for i, measured in enumerate(times) if measured]
-        below, above = [i for i in known if i < k], [i for i in known if i > k]
-        if not below or not above:
-            return median(times[(below or above)[-1 if below else 0]])
-        low, high = below[-1], above[0]
+        low = max(i for i in range(k) if times[i])  # a plain step at least has been timed
+        high = next((i for i in range(k + 1, len(times)) if times[i]), None)
+        if high is None:
+            return median(times[low]) * (1 + _GUESS * (k - low))
         share = (k - low) / (high - low)
         return (1 - share) * median(times[low]) + share * median(times[high])
 
@@ -90,8 +90,8 @@ class Schedule:
     def wants_draft(self) -> bool:
         """Whether the drafter is to run in this cycle."""
         learnt = self.learnt
-        if not learnt.verify_s[0] and learnt.tokens:
-            return False  # a plain step has yet to be timed
+        if not learnt.verify_s[0]:
+            return False  # a plain step comes first: everything is measured against it
         if learnt.waits > 0:
             learnt.waits -= 1
             return False
@@ -101,8 +101,6 @@ class Schedule:
         """How many of the drafts to check, given each row's confidence slot by slot."""
         longest = len(confidences[0])
         learnt = self.learnt
-        if not learnt.verify_s[0] or not any(learnt.verify_s[1:]):
-            return longest  # nothing to compare with yet
         rate = self.plain_rate()
         if len(learnt.tokens) >= _TRIAL:
             rate = max(rate, self.drafting_rate())
