@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.checkpoints import convert, load_drafter, meaning
+from dflash_hf.checkpoints import convert, load_drafter, meaning, speculators
 from dflash_hf.cli import app
-from drafters import make_drafter
+from drafters import drafter_config, make_drafter
 from targets import HIDDEN, MASK, VOCAB, make_target
 
 TARGET = "someone/some-target"
@@ -336,8 +338,6 @@ def test_what_is_there_stays(tmp_path):
 
 def test_a_difference_is_found(tmp_path, monkeypatch):
     """If a value is lost on the way, the draft from both folders shows it and nothing is written."""
-    from dflash_hf.checkpoints import speculators
-
     write = speculators.write_config
 
     def lossy(config, **kwargs):
@@ -350,6 +350,51 @@ def test_a_difference_is_found(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=r"not the same \(config: \['rope_parameters'\]"):
         convert(tmp_path / "a", tmp_path / "b", to="speculators", target=TARGET)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_config_survives_or_is_refused(data):
+    """Configs only, of every mix of options: what is not refused by name means the same after both directions."""
+    pick = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
+    layers = pick(1, 2, 3)
+    kinds = [pick("full_attention", "sliding_attention") for _ in range(layers)]
+    config = drafter_config(
+        num_hidden_layers=layers,
+        layer_types=pick(None, kinds),
+        sliding_window=pick(3, 7),
+        use_sliding_window=pick(True, False),
+        is_causal=pick(None, None, True, False),
+        is_neox_style=pick(True, True, True, False),
+        block_size=pick(1, 2, 8),
+        attention_bias=pick(True, False),
+        hidden_act=pick("silu", "gelu"),
+        target_layer_ids=pick([0], [4, 1], [1, 1], [0, 2, 4]),
+        rope_parameters=pick(None, {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}),
+        dflash_config={
+            name: value
+            for name, value in {
+                "causal": pick(None, None, True, False),
+                "use_swa": pick(None, True, False),
+                "swa_window_size": pick(None, 5),
+                "sample_from_anchor": pick(None, True, False),
+                "attention_sink_bias": pick(None, None, None, True),
+                "add_swa_attention_sink_bias": pick(None, None, None, True),
+                "output_multiplier": pick(None, 1.0, 1.0, 2.0),
+            }.items()
+            if value is not None
+        },
+    )
+    refused = speculators.unheld(config, set(), mask_embedding=False, threshold=None)
+    assume(not refused)
+    drafts = pick(None, 1)
+    written = speculators.write_config(config, target=TARGET, architectures=["A"], drafts=drafts)
+    again, read_drafts, _ = speculators.read_config(json.loads(json.dumps(written)))
+    assert meaning(again) == meaning(config)
+    assert read_drafts == (None if drafts in (None, config.num_drafts) else drafts)
+    assert (again.target_name_or_path, again.target_architectures) == (TARGET, ["A"])
+    twice = speculators.write_config(again, target=TARGET, architectures=["A"], drafts=drafts)
+    assert twice == written
 
 
 def test_command(tmp_path):
@@ -375,8 +420,8 @@ def test_speculators_itself_computes_the_same(tmp_path):
         "sliding": {"layer_types": SLIDING, "sliding_window": 80},  # wider than the text: see the note on windows
         "reduced": {"own": REDUCED},
     }
-    for name, settings in cases.items():
-        save(tmp_path / name, **settings)
+    for name, overrides in cases.items():
+        save(tmp_path / name, **overrides)
         convert(tmp_path / name, tmp_path / f"{name}-s", to="speculators", target=str(tmp_path / "target"))
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("speculators_peer.py"), tmp_path, *cases],

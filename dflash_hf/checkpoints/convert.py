@@ -26,7 +26,7 @@ _SIZES = (
     *("is_neox_style", "block_size", "mask_token_id", "target_layer_ids", "target_hidden_size", "num_drafts"),
     *("rope_parameters", "layer_windows", "layer_causal", "layer_sinks"),
 )
-_OPTIONS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_OPTIONS = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}  # and defaults
 
 
 @dataclass
@@ -188,7 +188,9 @@ def load_drafter(source: str | os.PathLike) -> DFlashDraftModel:
 
 def meaning(config: DFlashConfig) -> dict:
     """All of a config that changes what the drafter computes, whichever way it is spelled."""
-    return {name: getattr(config, name) for name in _SIZES} | {name: config.option(name) for name in _OPTIONS}
+    return {name: getattr(config, name) for name in _SIZES} | {
+        name: config.option(name, default) for name, default in _OPTIONS.items()
+    }
 
 
 @torch.no_grad()
