@@ -1,5 +1,7 @@
 """The command line, `dflash-hf`: every command a few lines over the library."""
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -202,7 +204,7 @@ def bench(
             simulated_taus=_list(simulated_tau, float),
             efficiency=efficiency,
             seed=seed,
-            source={"source": prompts, "sha256": sha256},
+            source={"source": prompts, "sha256": sha256, "command": shlex.join(["dflash-hf", *sys.argv[1:]])},
             out=out,
             progress=True,
         )

@@ -3,7 +3,6 @@
 import copy
 import functools
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -15,8 +14,15 @@ from transformers.generation.utils import GenerationMixin
 from .prompts import Batch
 from .simulation import simulated_drafter
 
-NAMES = ("plain", "prompt-lookup", "assistant", "native", "transformers", "pypi", "constant", "adaptive")
-OWN = ("transformers", "constant", "adaptive")  # drafts come through the drafter's own code
+NAMES = "plain", "prompt-lookup", "assistant", "native", "pypi", "transformers", "constant", "coupled", "adaptive"
+# Drafts come through the drafter's own code. What each sets in its generation_config:
+OWN = {
+    "transformers": {"num_assistant_tokens_schedule": "constant"},
+    "constant": {"num_assistant_tokens_schedule": "constant", "assistant_sampling": "rejection"},
+    "coupled": {"num_assistant_tokens_schedule": "constant", "assistant_sampling": "coupled"},
+    # Lengths chosen by the clock are only allowed where they cannot decide what is sampled.
+    "adaptive": {"num_assistant_tokens_schedule": "adaptive", "assistant_sampling": "coupled"},
+}
 
 
 @dataclass
@@ -51,8 +57,8 @@ class Method:
     Attributes:
         name: unique in a run, e.g. `constant k=4 tau=6`.
         generate: `(batch, max_new_tokens) -> ids [B, P + new]` long.
-        draft_models: modules whose passes are drafting.
-        drafter: the DFlash drafter whose `last_run` has the figures of the call; None where it has none.
+        draft_models: modules whose passes are drafting, where `drafter` is None.
+        drafter: the DFlash drafter whose `last_run` has the figures of the call; None for peers.
         simulated: its drafts are right as often as asked, and it must be told the texts.
     """
 
@@ -78,7 +84,8 @@ def make_methods(
     """The methods of a run, plain decoding first.
 
     Args:
-        names: of `NAMES`; None: all that can run (with simulated taus: plain, constant and adaptive).
+        names: of `NAMES`; None: all that can run, `coupled` only when sampling (with simulated taus: plain, constant
+            and adaptive).
         block_lengths: drafts offered a cycle, `num_assistant_tokens`, for `constant`: one method each; None: the
             drafter's own setting.
         simulated_taus: one method each for `transformers`, `constant` and `adaptive`; the others have no simulation.
@@ -92,10 +99,12 @@ def make_methods(
         names = list(NAMES)
         if simulated_taus:
             names = ["plain", "constant", "adaptive"]
-        if assistant is None and "assistant" in names:
-            names.remove("assistant")
-        if find_spec("dflash") is None and "pypi" in names:
-            names.remove("pypi")
+        possible = {
+            "assistant": assistant is not None,
+            "pypi": find_spec("dflash") is not None,
+            "coupled": sampling.do_sample,
+        }
+        names = [name for name in names if possible.get(name, True)]
     if unknown := [name for name in names if name not in NAMES]:
         raise ValueError(f"There is no method {', '.join(unknown)}; expected some of {', '.join(NAMES)}.")
     if "assistant" in names and assistant is None:
@@ -118,16 +127,21 @@ def make_methods(
             **by,
         )
 
-    def drafting(batch: Batch, max_new_tokens: int, *, drafter, schedule=None, length=None, by_transformers=False):
+    def drafting(batch: Batch, max_new_tokens: int, *, name: str, drafter, length: int | None):
         by = {"assistant_model": drafter}
-        if by_transformers:
+        if name == "transformers":
             loop = getattr(GenerationMixin._assisted_decoding, "__wrapped__", GenerationMixin._assisted_decoding)
             by = {"custom_generate": functools.partial(loop, assistant_model=drafter)}
-        settings = {"num_assistant_tokens_schedule": schedule or "constant"}
+        before = drafter.generation_config
+        drafter.generation_config = copy.deepcopy(before)
+        for key, value in OWN[name].items():
+            setattr(drafter.generation_config, key, value)
         if length is not None:
-            settings["num_assistant_tokens"] = length
-        with _settings(drafter.generation_config, **settings):
+            drafter.generation_config.num_assistant_tokens = length
+        try:
             return generate(batch, max_new_tokens, **by)
+        finally:
+            drafter.generation_config = before
 
     methods = [Method("plain", generate)]
     if "prompt-lookup" in names:
@@ -140,9 +154,7 @@ def make_methods(
         methods.append(Method("native", by, (drafter,)))
     if "pypi" in names:
         methods.append(_pypi_method(target, drafter, sampling))
-    for name in OWN:
-        if name not in names:
-            continue
+    for name in [name for name in OWN if name in names]:
         lengths = block_lengths if name == "constant" and block_lengths else [None]
         for length in lengths:
             for tau in simulated_taus or [None]:
@@ -150,28 +162,9 @@ def make_methods(
                 full_name = name
                 full_name += "" if length is None else f" k={length}"
                 full_name += "" if tau is None else f" tau={tau:g}"
-                by = functools.partial(
-                    drafting,
-                    drafter=mine,
-                    schedule="adaptive" if name == "adaptive" else None,
-                    length=length,
-                    by_transformers=name == "transformers",
-                )
-                methods.append(Method(full_name, by, (mine,), mine, tau is not None))
+                by = functools.partial(drafting, name=name, drafter=mine, length=length)
+                methods.append(Method(full_name, by, (), mine, tau is not None))
     return methods
-
-
-@contextmanager
-def _settings(generation_config, **values):
-    """Set attributes for the length of a call."""
-    before = {name: getattr(generation_config, name, None) for name in values}
-    for name, value in values.items():
-        setattr(generation_config, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(generation_config, name, value)
 
 
 def _pypi_method(target, drafter, sampling: Sampling) -> Method:

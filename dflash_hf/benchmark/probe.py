@@ -66,11 +66,11 @@ class Cycles:
 
 
 class Probe:
-    """Watches one generate call through forward hooks on the target, on the models that draft, and on the head.
+    """Watches one generate call through forward hooks on the target, and on the models that draft where there are any.
 
     Drafting is the time in the models that draft, and in the target's head outside of a pass of the target;
     verifying is the time in the target's passes after the first. Python, logits processing, acceptance and the care
-    of caches are neither. All loops are measured by this one definition.
+    of caches are neither.
 
     Example:
         >>> with Probe(target, [drafter]) as probe:                                            # doctest: +SKIP
@@ -85,7 +85,7 @@ class Probe:
         self._in_target = False
         self._draft_depth = 0
         self._target = target
-        heads = [target.get_output_embeddings()]
+        heads = [target.get_output_embeddings()] if draft_models else []
         heads += [getattr(model, "lm_head", None) for model in draft_models]
         modules = {id(m): m for m in [*draft_models, *heads] if m is not None}
         self._drafting_modules = list(modules.values())

@@ -111,12 +111,12 @@ class Report:
 
         table = Table(title="interrupted: what was measured" if self.interrupted else None)
         table.add_column("method", no_wrap=True)
-        columns = "tokens/s", "x plain", "95%", "tau", "draft/verify/other %", "first token", "peak MiB", "same ids"
-        for name in columns:
+        shares_title, memory_title = "draft/verify/other %", "MiB over plain"
+        for name in ("tokens/s", "x plain", "95%", "tau", shares_title, "first token", memory_title, "same ids"):
             table.add_column(name, justify="right", no_wrap=True)
         for name, row in self.summary().items():
             ratio, shares, memory = row["ratio"], row["shares"], row["memory"] or {}
-            texts, peak = row["texts"], memory.get("peak_mib")
+            texts, over_plain = row["texts"], memory.get("over_plain_mib")
             same = "" if not texts["compared"] else f"{texts['equal']}/{texts['compared']}"
             same += f", {texts['near_ties']} ties" if texts["near_ties"] else ""
             same += f", {texts['real']} REAL" if texts["real"] else ""
@@ -128,7 +128,7 @@ class Report:
                 "" if row["tau"] is None else f"{row['tau']:.2f}",
                 "/".join(f"{100 * shares[key]:.0f}" for key in ("drafting", "verifying", "other")),
                 f"{1e3 * row['first_token_s']:.0f} ms",
-                "" if peak is None else f"{peak:.0f}",
+                "" if over_plain is None or name == "plain" else f"{over_plain:+.0f}",
                 same,
             )
         console = Console()

@@ -43,8 +43,8 @@ def bench(
     """Measure ways of generating against plain `generate()`; see docs/benchmark.md for what the figures mean.
 
     Every batch goes through all methods before the next one comes, and the order of the methods changes from batch to
-    batch. Two rounds precede it, which do not count: a short one that warms up and finds out which methods refuse,
-    and one on the longest batch that measures memory. Ctrl-C ends the measurement and keeps what is complete.
+    batch. Before that, every method runs twice on the longest batch: briefly, to warm up and to find out whether it
+    refuses, and in full, to measure its memory. Ctrl-C ends the measurement and keeps what is complete.
 
     Args:
         target: the model that generates.
@@ -138,7 +138,7 @@ def _pad_token_id(target, tokenizer) -> int:
 
 
 def _measure(target, drafter, methods, batches, report, max_new_tokens, repeats, sampling, seed, out, bar) -> None:
-    """The two rounds before, then the real ones; fills `report`."""
+    """Warm up and measure memory, then take the figures; fills `report`."""
     longest = max(range(len(batches)), key=lambda i: batches[i].input_ids.shape[1])
 
     def run(method: Method, index: int, texts, *, tokens=max_new_tokens, repeat=0, memory=False):
@@ -153,18 +153,21 @@ def _measure(target, drafter, methods, batches, report, max_new_tokens, repeats,
             report.refused[method.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return None
 
-    for tokens, with_memory in ((min(WARM_UP_TOKENS, max_new_tokens), False), (max_new_tokens, True)):
-        texts = None
-        gc.collect()  # what an interrupted or refused call left behind is nobody's memory
-        for method in methods:
-            result = run(method, longest, texts, tokens=tokens, memory=with_memory)
-            if result is not None:
-                texts = result.texts if method.name == "plain" else texts
-                if with_memory:
-                    report.memory[method.name] = {"how": result.memory.how} | {
-                        f"{name}_mib": None if value is None else round(value, 1)
-                        for name, value in (("start", result.memory.start), ("peak", result.memory.peak))
-                    }
+    texts = plain_peak = None
+    gc.collect()  # what an interrupted or refused call left behind is nobody's memory
+    for method in methods:  # plain is the first: nothing that a method keeps for later is there yet
+        if method.name != "plain":
+            run(method, longest, texts, tokens=min(WARM_UP_TOKENS, max_new_tokens))
+        result = run(method, longest, texts, memory=True)
+        if result is None:
+            continue
+        memory = result.memory
+        if method.name == "plain":
+            texts, plain_peak = result.texts, memory.peak
+        report.memory[method.name] = {"how": memory.how}
+        if memory.peak is not None:
+            figures = {"start": memory.start, "peak": memory.peak, "over_plain": memory.peak - plain_peak}
+            report.memory[method.name] |= {f"{name}_mib": round(value, 1) for name, value in figures.items()}
 
     for repeat in range(repeats):
         for index, batch in enumerate(batches):
@@ -220,22 +223,18 @@ def _call(target, method: Method, batch: Batch, index, texts, max_new_tokens, sa
     }
     run = None if method.drafter is None else method.drafter.last_run
     if run is not None:
-        record |= {"cycles": run.cycles, "committed": num_new - len(new)}
+        record |= {"cycles": run.row_cycles, "committed": num_new - len(new), "passes": run.target_passes}
         record |= {"accepted": list(run.accepted), "offered": list(run.offered)}
     elif len(new) == 1:
         cycles = probe.cycles(len(batch.rows[0]), num_new)
         accepted, offered = cycles.by_slot()
-        record |= {"cycles": len(cycles.committed), "committed": sum(cycles.committed)}
+        record |= {"cycles": len(cycles.committed), "committed": sum(cycles.committed), "passes": len(probe.passes)}
         record |= {"accepted": accepted, "offered": offered}
     else:
-        record |= {"cycles": None, "committed": None, "accepted": [], "offered": []}
-    if run is not None and len(probe.passes) != run.target_passes:
-        # The loop calls its models past the hooks: its own clock then has to do.
-        times = {"first_token_s": run.prefill_s, "drafting_s": run.drafting_s, "verifying_s": run.verifying_s}
-        record |= times | {"times_by": "the loop"}
-    else:
-        times = {"first_token_s": probe.first_token_s, "drafting_s": probe.drafting_s}
-        record |= times | {"verifying_s": probe.verifying_s, "times_by": "hooks"}
+        record |= {"cycles": None, "committed": None, "passes": len(probe.passes), "accepted": [], "offered": []}
+    # Our own loop uses a head that hooks do not see, so there its own clock counts.
+    times = probe if run is None else run
+    record |= {"first_token_s": probe.first_token_s, "drafting_s": times.drafting_s, "verifying_s": times.verifying_s}
     return _Result(record, texts, peak)
 
 
@@ -296,11 +295,11 @@ def _efficiency(target, drafter, report: Report) -> dict | None:
     runs = [run for run in report.runs if run["method"] == name and run["cycles"]]
     if not runs:
         return None
-    cycles = sum(run["cycles"] for run in runs)
+    cycles = sum(run["passes"] - 1 for run in runs)
     seconds = sum(run["seconds"] - run["first_token_s"] for run in runs)
     batch = report.settings["batch_size"]
     context = round(sum(max(r["prompt_tokens"]) + max(r["new_tokens"]) / 2 for r in runs) / len(runs))
-    committed = round(sum(run["committed"] for run in runs) / cycles)
+    committed = round(sum(run["committed"] for run in runs) / sum(run["cycles"] for run in runs))
     return {"method": name} | cycle_efficiency(
         target, drafter, seconds / cycles, batch_size=batch, context=context, committed=max(committed, 1)
     )
