@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -130,7 +130,7 @@ def write_features(
         )
     _write_json(folder / INDEX, index | {"shards": len(shards), "samples": len(samples)})
     tokens = sum(len(sample.ids) for i in missing for sample in shards[i])
-    with _progress("features", tokens) if progress else nullcontext(lambda tokens: None) as advance:
+    with _progress(tokens) if progress else nullcontext(lambda tokens: None) as advance:
         for i in missing:
             tensors = _shard_tensors(target, shards[i], layer_ids, DTYPES[dtype], with_final, tokens_per_batch)
             metadata = {"digest": _digest(shards[i]), "sample_ids": json.dumps([s.id for s in shards[i]])}
@@ -343,7 +343,17 @@ def _save_whole(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str
         ) from error
 
 
-def _progress(what: str, total: int):
-    from .progress import token_bar
+@contextmanager
+def _progress(total: int):
+    """Yield `advance(tokens)` of a bar with tokens/s and time left."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    return token_bar(what, total)
+    rate = TextColumn("{task.percentage:.0f}%, {task.fields[rate]:.0f} tokens/s")
+    with Progress("features", BarColumn(), rate, TimeRemainingColumn(elapsed_when_finished=True)) as bar:
+        task = bar.add_task("", total=total, rate=0.0)
+
+        def advance(tokens: int) -> None:
+            bar.advance(task, tokens)
+            bar.update(task, rate=bar.tasks[task].completed / bar.tasks[task].elapsed)
+
+        yield advance
