@@ -32,7 +32,7 @@ from .candidates import (
     warp,
 )
 from .head import PackedHead
-from .passes import CropPass, SlotPass, why_not_slots
+from .passes import CropPass, ReplayPass, SlotPass, why_not_slots
 from .schedule import Schedule
 
 # Keyed by the target's cache object: the drafter's context that belongs beside it, for the next turn.
@@ -282,7 +282,7 @@ def decode(
             f"{type(target).__name__} fills no cache, which a DFlash drafter needs; call generate() without "
             "assistant_model."
         )
-    if not outputs.cache.is_croppable:
+    if not outputs.cache.is_croppable and not target._is_stateful:
         raise ValueError(
             f"{type(target).__name__}'s cache cannot be cropped, which taking back rejected drafts needs; "
             "call generate() without assistant_model, or with another cache_implementation."
@@ -293,7 +293,9 @@ def decode(
     )
     prompt_shown = None if mask is None or bool(mask.all()) else mask[:, -features[wanted[0]].shape[1] :].bool()
 
-    if no_slots or keep_attentions:
+    if target._is_stateful:
+        passes = ReplayPass(target, cache, model_kwargs, generation_config)
+    elif no_slots or keep_attentions:
         cache.activate_past_recording()
         passes = CropPass(target, cache, model_kwargs, generation_config)
     else:

@@ -37,6 +37,8 @@ def _validate(original: Callable, target, generation_mode, generation_config, ge
             "leave out them (num_beams, penalty_alpha, ...) or assistant_model."
         )
     drafter.check_target(target, generation_config, generation_mode_kwargs)
+    if target._is_stateful:
+        return None  # which transformers' loop could not serve; check_target knows which ones ours can
     # transformers compares vocabularies and tokenizers of two language models; check_target has done so already.
     others = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
     one = copy.copy(generation_config)

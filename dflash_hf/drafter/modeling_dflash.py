@@ -33,6 +33,7 @@ from .candidates import DFlashCandidateGenerator, DFlashRun, last_run
 from .configuration_dflash import default_target_layer_ids
 from .decoding import decode
 from .dispatch import PROTOCOL, install
+from .passes import REPLAYED
 
 logger = logging.get_logger(__name__)
 
@@ -453,6 +454,11 @@ class DFlashDraftModel(PreTrainedModel):
             raise ValueError(
                 f"The drafter reads target layers {config.target_layer_ids}, the target has layers 0 to "
                 f"{text.num_hidden_layers - 1}; use the drafter of this target."
+            )
+        if target._is_stateful and target.config.model_type not in REPLAYED:
+            raise ValueError(
+                f"{type(target).__name__} keeps a recurrent state that rejected drafts cannot be taken out of; of "
+                f"such targets DFlash drafters serve {', '.join(REPLAYED)}. Call generate() without assistant_model."
             )
         borrows = [
             name for name, own in (("embedding table", self.embed_tokens), ("LM head", self.lm_head)) if own is None

@@ -14,6 +14,10 @@ from .cache import SlotLayer
 ONE_MASK_EACH_TYPE = ("gemma2", "gemma3_text", "gpt_oss", "qwen2", "qwen2_5_vl", "qwen3", "smollm3")
 ONE_MASK = ("gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen3_moe")
 
+# Hybrid families whose recurrent layers continue exactly from a state over several tokens (Bamba's and Jamba's do not
+# in transformers 5.24), each tested.
+REPLAYED = ("falcon_h1", "granitemoehybrid", "qwen3_5_text", "qwen3_next")
+
 _OWN_INPUTS = ("attention_mask", "position_ids", "cache", "inputs_embeds", "input_ids", "token_type_ids",
                "mm_token_type_ids", "output_hidden_states", "logits_to_keep", "labels",
                *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)  # fmt: skip
@@ -196,6 +200,60 @@ class CropPass:
     def close(self, rows) -> None:
         """Leave committed positions only, also in layers that a pass which broke off had filled already."""
         for layer in self.cache.layers:
-            extra = int(layer.get_seq_length()) - (self.num_columns + max(self._num_committed - 1, 0))
+            if hasattr(layer, "get_seq_length"):
+                extra = int(layer.get_seq_length()) - (self.num_columns + max(self._num_committed - 1, 0))
+            else:  # a convolution: states beyond its kernel are the pass's
+                extra = layer.conv_states[0].shape[-1] - layer.conv_kernel_size[0]
             if extra > 0:
                 layer.crop(-extra)
+
+
+class ReplayPass(CropPass):
+    """One row of a hybrid target: after a rejection its state is put back and the accepted tokens run once more.
+
+    Arguments are those of `CropPass`. A pass that accepts all of its drafts costs nothing more.
+    """
+
+    def run(self, block: torch.LongTensor, starts: list[int], **inputs):
+        self._before = _snapshot(self.cache)
+        self._last = block, starts, inputs
+        return super().run(block, starts, **inputs)
+
+    def commit(self, counts: list[int], length: int) -> None:
+        """Keep the first `counts[0]` positions of the pass's `length`."""
+        if counts[0] < length:
+            block, starts, inputs = self._last
+            _put_back(self.cache, self._before)
+            super().run(block[:, : counts[0]], starts, **inputs)
+        self._before = None
+        self.model_kwargs = _extend(self.model_kwargs, counts[0])
+        self._num_committed += counts[0]
+
+    def close(self, rows) -> None:
+        """Undo a pass that broke off."""
+        if getattr(self, "_before", None) is not None:
+            _put_back(self.cache, self._before)
+
+
+_STATES = ("conv_states", "recurrent_states", "has_previous_state")
+
+
+def _snapshot(cache) -> list[dict]:
+    """What the next pass changes in each layer: it replaces keys and values, and writes to recurrent states."""
+    kept = []
+    for layer in cache.layers:
+        state = {name: getattr(layer, name) for name in ("keys", "values") if hasattr(layer, name)}
+        for name in _STATES:
+            values = getattr(layer, name, {})
+            state[name] = {i: value.clone() if torch.is_tensor(value) else value for i, value in values.items()}
+        kept.append(state)
+    return kept
+
+
+def _put_back(cache, kept: list[dict]) -> None:
+    for layer, state in zip(cache.layers, kept, strict=True):
+        for name, value in state.items():
+            if name not in _STATES:
+                setattr(layer, name, value)
+            elif value:
+                setattr(layer, name, dict(value))
