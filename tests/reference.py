@@ -75,8 +75,11 @@ def layer_has_sink(config: dict, i: int) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------- RoPE
-def rope_frequencies(config: dict, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Radians a position, [d / 2] in float64, and the factor on cos and sin (1 but for yarn)."""
+def rope_frequencies(config: dict, head_dim: int, length: int) -> tuple[torch.Tensor, float]:
+    """Radians a position, [d / 2] in float64, and the factor on cos and sin (1 but for yarn and longrope).
+
+    `length` positions are in use; two kinds hang on it.
+    """
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
@@ -86,16 +89,33 @@ def rope_frequencies(config: dict, head_dim: int) -> tuple[torch.Tensor, float]:
         return freqs, 1.0
     if kind == "linear":  # positions are squeezed by the factor
         return freqs / scaling["factor"], 1.0
+    if kind == "dynamic":  # beyond the trained length the base grows with the length (NTK-aware scaling)
+        trained, factor = config["max_position_embeddings"], scaling["factor"]
+        stretch = factor * max(length, trained) / trained - (factor - 1)
+        return (theta * stretch ** (head_dim / (head_dim - 2))) ** (-2 * pairs / head_dim), 1.0
+    if kind == "llama3":
+        # Llama 3.1: short waves stay, long ones are squeezed, between them the share of each is linear in how often
+        # the wave fits into the trained length.
+        turns = scaling["original_max_position_embeddings"] * freqs / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return freqs * kept + freqs / scaling["factor"] * (1 - kept), 1.0
+    if kind == "longrope":  # LongRoPE (arXiv 2402.13753): a searched factor for every pair, one set for each range
+        trained = scaling["original_max_position_embeddings"]
+        factors = scaling["long_factor" if length > trained else "short_factor"]
+        factor = scaling.get("factor") or config["max_position_embeddings"] / trained
+        attention = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+        return freqs / torch.tensor(factors, dtype=torch.float64), scaling.get("attention_factor") or attention
     if kind != "yarn":
         raise NotImplementedError(f"rope type {kind!r}")
 
     # YaRN (arXiv 2309.00071): pairs that turn often within the original length keep their frequency, pairs
     # that turn less than once are interpolated like linear scaling, a ramp over the pair index joins the two.
-    length = scaling.get("original_max_position_embeddings") or config["max_position_embeddings"]
-    factor = scaling.get("factor") or config["max_position_embeddings"] / length
+    trained = scaling.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    factor = scaling.get("factor") or config["max_position_embeddings"] / trained
 
-    def pair_turning(turns: float) -> float:  # the (fractional) pair that turns this often within `length`
-        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def pair_turning(turns: float) -> float:  # the (fractional) pair that turns this often within that length
+        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_turning(scaling.get("beta_fast") or 32), pair_turning(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
@@ -116,7 +136,7 @@ def rope_frequencies(config: dict, head_dim: int) -> tuple[torch.Tensor, float]:
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, config: dict) -> torch.Tensor:
     """Rotate [T, heads, d] by its positions. Pair i is (i, i + d/2), or (2i, 2i + 1) when not neox style."""
-    freqs, attention = rope_frequencies(config, x.shape[-1])
+    freqs, attention = rope_frequencies(config, x.shape[-1], int(positions.max()) + 1)
     angles = positions.to(torch.float64)[:, None] * freqs  # [T, d / 2]
     cos = (angles.cos() * attention).to(x.dtype)[:, None]
     sin = (angles.sin() * attention).to(x.dtype)[:, None]

@@ -149,6 +149,22 @@ def test_prompt_lookup_and_early_exit_take_precedence():
         assert drafter.last_run is None
 
 
+def test_mtp_takes_precedence(monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def mtp(main_model, **kwargs):
+        raise Asked
+
+    monkeypatch.setattr(transformers.generation.utils, "MTPCandidateGenerator", mtp)
+    target, drafter = make_target("llama"), make_drafter()
+    with pytest.raises(Asked):
+        target.generate(
+            prompt_ids(length=9), do_sample=False, max_new_tokens=6, assistant_model=drafter, use_mtp=True
+        )
+    assert drafter.last_run is None
+
+
 def encoder_decoder():
     return T5ForConditionalGeneration(
         T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
@@ -181,6 +197,7 @@ REFUSED = {
     "half drafts": (knob(num_assistant_tokens=2.5), {}, "num_assistant_tokens must be a whole number.*got 2.5"),
     "confidence": (knob(assistant_confidence_threshold=2), {}, "must be a probability from 0 to 1.*got 2"),
     "tokenizer": (make_drafter, {"assistant_tokenizer": 1, "tokenizer": 2}, "leave out `assistant_tokenizer`"),
+    "one tokenizer": (make_drafter, {"assistant_tokenizer": 1}, "leave out `assistant_tokenizer`"),
 }  # fmt: skip
 
 
