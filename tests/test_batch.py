@@ -128,10 +128,10 @@ ROW_OPTIONS = {
 
 @pytest.mark.parametrize("options", ROW_OPTIONS.values(), ids=ROW_OPTIONS)
 def test_options_of_rows(options):
-    target, inputs = make_target("qwen3"), {"input_ids": prompt_ids(3, 9)}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    target, inputs = make_target("qwen3"), left_padded((9, 4, 6))
     expected = target.generate(**inputs, **SETTINGS | options)
-    rows = alone(target, inputs, **options)
+    rows = [row[mask.bool()].tolist() for row, mask in zip(expected[:, :9], inputs["attention_mask"], strict=True)]
+    rows = [row + text for row, text in zip(rows, expected[:, 9:].tolist(), strict=True)]
     ids = target.generate(**inputs, **SETTINGS | options, assistant_model=batch_oracle(rows, "sometimes"))
     assert ids.tolist() == expected.tolist()
 

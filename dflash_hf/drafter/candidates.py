@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers.generation import logits_process as lp
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from .cache import DFlashContextCache
@@ -199,6 +200,17 @@ def warp(processors, logits: torch.Tensor) -> tuple[torch.Tensor, torch.LongTens
     return logits, None
 
 
+def processors_of_row(processors, row: int) -> LogitsProcessorList:
+    """The processors for one row of the batch by itself: what they hold for each row is that row's."""
+    own = LogitsProcessorList()
+    for processor in processors:
+        if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+        own.append(processor)
+    return own
+
+
 def spread(values: torch.Tensor, ids: torch.LongTensor | None, vocab_size: int) -> torch.Tensor:
     """Logits `[..., V]` of what `warp` gives, -inf for all other tokens."""
     if ids is None:
@@ -249,7 +261,7 @@ class GumbelNoise:
         x = keys + tokens * _signed(0x9E3779B97F4A7C15)
         x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
-        uniform = ((x >> 40 & (1 << 24) - 1).float() + 0.5) / (1 << 24)
+        uniform = ((x >> 41 & (1 << 23) - 1).float() + 0.5) / (1 << 23)  # never 0, never 1
         return -(-uniform.log()).log()
 
     def of_row(self, row: int, first: int = 0) -> "GumbelNoise":
@@ -297,6 +309,7 @@ class Drafting:
         self.feature_indices = [i + 1 for i in drafter.config.target_layer_ids]
         self.do_sample = generation_config.do_sample
         self.processors = [p for p in logits_processor or () if type(p) in MEMORYLESS + READS_HISTORY]
+        self.rows = list(range(num_rows))  # of the call, those that are still here
         self.slot_by_slot = any(type(p) in READS_HISTORY for p in self.processors)
         self.context_cache = DFlashContextCache(drafter.config.num_hidden_layers)
         # Positions of the next context feature, and how many features the cache and `pending` hold, for each row.
@@ -372,7 +385,12 @@ class Drafting:
             logits = logits.float()
         if self.slot_by_slot:
             picked = [
-                self._pick_slot_by_slot(ids, logits[i : i + 1], None if noise is None else noise.of_row(i))
+                self._pick_slot_by_slot(
+                    ids,
+                    logits[i : i + 1],
+                    processors_of_row(self.processors, self.rows[i]),
+                    noise and noise.of_row(i),
+                )
                 for i, ids in enumerate(histories)
             ]
             limit = min(drafts.shape[1] for drafts, _ in picked)
@@ -415,6 +433,7 @@ class Drafting:
     def keep_rows(self, rows: list[int]) -> None:
         """Go on with these rows of the batch only."""
         index = torch.tensor(rows)
+        self.rows = [self.rows[row] for row in rows]
         self.held = [self.held[row] for row in rows]
         self.positions = [self.positions[row] for row in rows]
         self.context_cache.keep_rows(index.to(self.drafter.device))
@@ -422,17 +441,15 @@ class Drafting:
             (features[rows], valid if valid is None else valid[rows]) for features, valid in self.pending
         ]
 
-    def _pick_slot_by_slot(self, input_ids, logits, noise):
+    def _pick_slot_by_slot(self, input_ids, logits, processors, noise):
         """As above where a processor reads the ids so far: each slot is processed given the drafts before it."""
         ids, rows = input_ids, []
         for slot in range(logits.shape[1]):
-            row = logits[:, slot]
-            for processor in self.processors:
-                row = processor(ids, row)
+            row = processors(ids, logits[:, slot])
             if not self._num_possible(row[None]):
                 break
             rows.append(row)
-            token = pick(row[None], None, self.do_sample, None if noise is None else noise.of_row(0, slot))
+            token = pick(row[None], None, self.do_sample, noise and noise.of_row(0, slot))
             ids = torch.cat([ids, token], dim=1)
         return ids[:, input_ids.shape[1] :], torch.stack(rows, dim=1) if rows else logits[:, :0]
 

@@ -26,6 +26,7 @@ from .candidates import (
     confident,
     knobs,
     pick,
+    processors_of_row,
     record,
     spread,
     top_probability,
@@ -237,6 +238,7 @@ def decode(
     keeps_cache = returns_dict or getattr(cache, "_is_user_defined", False)
     attentions, hidden = (() if keep else None for keep in (keep_attentions, keep_hidden))
     scores, raw_logits = [[] for _ in range(num_rows)], [[] for _ in range(num_rows)]
+    of_rows = [processors_of_row(logits_processor, row) for row in range(num_rows)]
     at_once = all(type(processor) in MEMORYLESS for processor in logits_processor)
     ends_anywhere = [c for c in stopping_criteria if not isinstance(c, sc.MaxLengthCriteria | sc.EosTokenCriteria)]
     limits = [c.max_length for c in stopping_criteria if isinstance(c, sc.MaxLengthCriteria)]
@@ -339,7 +341,7 @@ def decode(
                         drawn_from and [None if part is None else part[i : i + 1] for part in drawn_from],
                         noise and noise.of_row(i),
                         ids[row : row + 1, : lengths[row]],
-                        logits_processor,
+                        of_rows[row],
                         do_sample,
                         ends=lambda text: int(text[0, -1]) in eos_ids,
                     )
