@@ -1,7 +1,7 @@
 """Speed-up against simulated tau: what the loop is worth, without a trained drafter.
 
-    python examples/simulated_acceptance.py smollm2                    # CPU: the real SmolLM2 and the drafter here
-    python examples/simulated_acceptance.py qwen3-8b                   # one GPU: random weights of Qwen3-8B's shape
+    python examples/simulated_acceptance.py smollm2 --prompts gsm8k.jsonl   # CPU: SmolLM2 and the drafter here
+    python examples/simulated_acceptance.py qwen3-8b                        # one GPU: random weights of that shape
 
 The passes of target, drafter and head are real; only which drafts are right is drawn (see docs/benchmark.md).
 """
@@ -17,7 +17,6 @@ from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.benchmark import Prompt, Report, bench, read_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
-QUESTIONS = ROOT.parent / "shared" / "data" / "gsm8k_dev.jsonl"
 QWEN3_8B = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -65,25 +64,23 @@ def random_drafter(num_target_layers: int, block_size: int, device: str, dtype: 
     return DFlashDraftModel(config).to(device, dtype).eval()
 
 
-def load(name: str, limit: int):
-    """`(target, drafter, prompts, tokenizer)`."""
+def load(name: str):
+    """`(target, drafter, tokenizer)`; the random target has no tokenizer."""
     if name == "smollm2":
         from smollm2 import load_smollm2
 
         target, tokenizer = load_smollm2()
         drafter = DFlashDraftModel.from_pretrained(ROOT / "model_cards" / "SmolLM2-135M-Instruct-DFlash")
-        prompts, _ = read_prompts(QUESTIONS, limit=limit)
-        return target, drafter.float().eval(), prompts, tokenizer
-    device, dtype = "cuda", torch.bfloat16
+        return target, drafter.float().eval(), tokenizer
     torch.manual_seed(0)
-    target = random_target(36, device, dtype, **QWEN3_8B)
-    drafter = random_drafter(36, 16, device, dtype, **QWEN3_8B)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [
-        Prompt(f"random-{i}", ids=torch.randint(0, QWEN3_8B["vocab_size"], (128,), generator=generator).tolist())
-        for i in range(limit)
-    ]
-    return target, drafter, prompts, None
+    where = "cuda", torch.bfloat16
+    return random_target(36, *where, **QWEN3_8B), random_drafter(36, 16, *where, **QWEN3_8B), None
+
+
+def random_prompts(count: int, vocab_size: int) -> list[Prompt]:
+    """128 random tokens each."""
+    ids = torch.randint(0, vocab_size, (count, 128), generator=torch.Generator().manual_seed(0))
+    return [Prompt(f"random-{i}", ids=row) for i, row in enumerate(ids.tolist())]
 
 
 def markdown(reports: dict[int, Report], taus: list[float]) -> str:
@@ -103,12 +100,19 @@ def main() -> None:
     parser.add_argument("pair", choices=("smollm2", "qwen3-8b"))
     parser.add_argument("--taus", type=float, nargs="+", default=[2, 3, 4, 6, 8])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompts", type=Path, help="JSONL with `turns` or `messages`; unset: random tokens")
     parser.add_argument("--limit", type=int, default=16, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file: the full report of each batch size")
     args = parser.parse_args()
-    target, drafter, prompts, tokenizer = load(args.pair, args.limit)
+    target, drafter, tokenizer = load(args.pair)
+    if args.prompts is None:
+        prompts = random_prompts(args.limit, target.config.vocab_size)
+    elif tokenizer is None:
+        parser.error("the random target has no tokenizer: leave out --prompts")
+    else:
+        prompts, _ = read_prompts(args.prompts, limit=args.limit)
     reports = {}
     for batch_size in args.batch_sizes:
         reports[batch_size] = bench(
@@ -124,7 +128,9 @@ def main() -> None:
         )
         reports[batch_size].print()
         if args.out is not None:
-            args.out.write_text(json.dumps({str(b): report.to_dict() for b, report in reports.items()}, indent=1))
+            temporary = args.out.with_name(args.out.name + ".part")  # an older file is replaced whole or not at all
+            temporary.write_text(json.dumps({str(b): report.to_dict() for b, report in reports.items()}, indent=1))
+            temporary.replace(args.out)
         if reports[batch_size].interrupted:
             break
     print(markdown(reports, args.taus))

@@ -5,7 +5,11 @@ from pathlib import Path
 
 from .report import Report
 
-SHARES = ("prefill", "drafting", "verifying", "other")
+# Blue, orange and green of Okabe and Ito's palette, which colour-blind readers can tell apart.
+SHARES = {"prefill": "#999999", "drafting": "#e69f00", "verifying": "#56b4e9", "other": "#dddddd"}
+OURS, PEER = "#0072b2", "#b0b0b0"
+OWN_LOOP = ("constant", "coupled", "adaptive")
+MARKERS = "osD^vPX*<>"
 
 
 def draw(report: Report, folder: str | os.PathLike, prefix: str = "bench") -> list[Path]:
@@ -25,11 +29,12 @@ def draw(report: Report, folder: str | os.PathLike, prefix: str = "bench") -> li
         raise ModuleNotFoundError('Plots need matplotlib: pip install "dflash-hf[bench]"') from error
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     summary, paths = report.summary(), []
-    drafted = {name: row for name, row in summary.items() if row["ratio"] is not None and name != "plain"}
+    compared = {name: row for name, row in summary.items() if row["ratio"] is not None and name != "plain"}
     accepting = {name: row for name, row in summary.items() if row["acceptance_by_position"]}
 
     def save(figure, name: str) -> None:
@@ -40,35 +45,42 @@ def draw(report: Report, folder: str | os.PathLike, prefix: str = "bench") -> li
         plt.close(figure)
         paths.append(path)
 
-    if drafted:
-        figure, axes = plt.subplots(figsize=(7, 0.5 * len(drafted) + 1.4))
-        values = [row["ratio"]["value"] for row in drafted.values()]
-        errors = [
-            [row["ratio"]["value"] - row["ratio"]["low"] for row in drafted.values()],
-            [row["ratio"]["high"] - row["ratio"]["value"] for row in drafted.values()],
-        ]
-        axes.barh(list(drafted), values, xerr=[[max(e, 0) for e in side] for side in errors], capsize=3)
+    if compared:
+        figure, axes = plt.subplots(figsize=(7, 0.4 * len(compared) + 1.2))
+        ratios = [row["ratio"] for row in compared.values()]
+        values = [ratio["value"] for ratio in ratios]
+        errors = [[r["value"] - r["low"] for r in ratios], [r["high"] - r["value"] for r in ratios]]
+        errors = [[max(error, 0) for error in side] for side in errors]  # rounding may put a bound past the ratio
+        colors = [OURS if name.split()[0] in OWN_LOOP else PEER for name in compared]
+        axes.barh(list(compared), values, xerr=errors, color=colors, capsize=3, height=0.7)
+        for y, ratio in enumerate(ratios):
+            text = f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+            axes.text(1.02, y, text, transform=axes.get_yaxis_transform(), va="center")
         axes.axvline(1, color="black", linewidth=1)
         axes.invert_yaxis()
-        axes.set_xlabel("tokens/s over plain generate(), 95% interval")
+        axes.set_xlabel("tokens/s over plain generate(), median and 95% interval (blue: dflash-hf)")
         save(figure, "speedup")
     if accepting:
         figure, axes = plt.subplots(figsize=(7, 4))
-        for name, row in accepting.items():
+        for number, (name, row) in enumerate(accepting.items()):
             shares = row["acceptance_by_position"]
-            axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
-        axes.set(xlabel="position of the draft", ylabel="accepted, of the cycles that offered it", ylim=(0, 1.02))
-        axes.legend()
+            # Methods often lie on each other: later lines and marks are smaller and leave the earlier ones visible.
+            size = 1 + 2 * (len(accepting) - number) / len(accepting)
+            style = {"linewidth": size, "markersize": 3 * size, "marker": MARKERS[number % len(MARKERS)]}
+            axes.plot(range(1, len(shares) + 1), shares, label=name, alpha=0.8, **style)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+        axes.set(xlabel="position of the draft", ylabel="accepted, of the cycles that offered it", ylim=(-0.02, 1.02))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         save(figure, "acceptance")
     if summary:
-        figure, axes = plt.subplots(figsize=(7, 0.5 * len(summary) + 1.4))
+        figure, axes = plt.subplots(figsize=(7, 0.4 * len(summary) + 1.2))
         left = [0.0] * len(summary)
-        for share in SHARES:
+        for share, color in SHARES.items():
             widths = [row["shares"][share] for row in summary.values()]
-            axes.barh(list(summary), widths, left=left, label=share)
+            axes.barh(list(summary), widths, left=left, label=share, color=color, height=0.7)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.invert_yaxis()
         axes.set(xlabel="share of the time", xlim=(0, 1))
-        axes.legend(ncols=len(SHARES), loc="lower center", bbox_to_anchor=(0.5, 1))
+        axes.legend(ncols=len(SHARES), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
         save(figure, "time")
     return paths

@@ -132,7 +132,8 @@ class Report:
                 same,
             )
         console = Console()
-        console.width = max(console.width, 120)  # cells cut short would say nothing
+        needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
+        console.width = max(console.width, needed)  # cells cut short would say nothing
         console.print(table)
         for name, reason in self.refused.items():
             console.print(f"{name}: {reason}", markup=False)
