@@ -32,21 +32,22 @@ def main(folder: str) -> float:
     ).eval()
 
     # The target's own greedy answers. With a tokenizer and real prompts: dflash_hf.training.answers.answer().
-    prompts = torch.randint(1, 199, (8, 10))
+    prompts = torch.randint(1, 199, (4, 10))
     answers = target.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=40)
     samples = [Sample(str(n), ids.tolist(), [(10, 50)]) for n, ids in enumerate(answers)]
 
     drafter = DFlashDraftModel.for_target(target, num_layers=2, block_size=8, initializer_range=0.05)
     arguments = DFlashTrainingArguments(
         output_dir=folder,
-        max_steps=150,
-        per_device_train_batch_size=8,
+        max_steps=100,
+        per_device_train_batch_size=4,
         gradient_accumulation_steps=1,
         learning_rate=5e-3,
         num_anchors=32,
         save_strategy="no",
         report_to="none",
         logging_steps=25,
+        disable_tqdm=True,
         use_cpu=True,
     )
     data = SampleDataset(samples)

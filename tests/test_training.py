@@ -293,6 +293,45 @@ def test_evaluation_counts_the_cycles_of_generation(overfitted, samples):
     assert figures(rows)["tau"] == pytest.approx(rows[:, 2].sum() / rows[:, 3].sum())
 
 
+def test_example_trains_a_drafter_that_helps(tmp_path):
+    import train_tiny
+
+    assert train_tiny.main(str(tmp_path)) > 4  # tokens a cycle, of at most 8
+
+
+# -- a fresh drafter --
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "gpt_neox"])
+def test_a_fresh_drafter_fits_its_target(family):
+    target = make_target(family)
+    drafter = DFlashDraftModel.for_target(target, num_layers=1, block_size=3, intermediate_size=16)
+    assert (drafter.config.num_hidden_layers, drafter.config.block_size) == (1, 3)
+    assert drafter.layers[0].mlp.up_proj.out_features == 16
+    prompt = torch.randint(FIRST_TEXT_ID, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    plain = target.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(target.generate(prompt, assistant_model=drafter, max_new_tokens=8, do_sample=False), plain)
+
+
+def test_a_fresh_drafter_reads_layers_spread_over_the_target():
+    target = make_target("llama", num_hidden_layers=30)
+    assert DFlashDraftModel.for_target(target, num_layers=3).config.target_layer_ids == [1, 8, 14, 20, 27]
+    assert DFlashDraftModel.for_target(make_target("llama"), num_layers=3).config.target_layer_ids == [1, 2]
+    assert DFlashDraftModel.for_target(target, num_features=2).config.target_layer_ids == [1, 27]
+
+
+def test_the_mask_token_is_one_that_no_text_holds(byte_tokenizer, caplog):
+    target = make_target("llama")
+    target.config.eos_token_id = VOCAB - 1
+    assert DFlashDraftModel.for_target(target, mask_token_id=5).config.mask_token_id == 5
+    # The tokenizer uses every id of the table and names no special ones.
+    with pytest.raises(ValueError, match="pass mask_token_id"):
+        DFlashDraftModel.for_target(target, tokenizer=byte_tokenizer)
+    wide = make_target("llama", vocab_size=VOCAB + 4)
+    assert DFlashDraftModel.for_target(wide, tokenizer=byte_tokenizer).config.mask_token_id == VOCAB
+    assert f"mask token is {VOCAB}" in caplog.text
+
+
 # -- processes and interruptions --
 
 SCRIPT = """
