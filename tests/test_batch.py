@@ -1,5 +1,7 @@
 """Several rows in one generate() call: each gets the ids that it gets alone and without a drafter."""
 
+import functools
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -76,16 +78,23 @@ def without_padding(ids, inputs, rows):
 LENGTHS = {1: (WINDOW + 5,), 3: (2, WINDOW + 3 * BLOCK, 7), 8: (1, 5, 30, 12, 9, 3, 17, 8)}
 
 
+@functools.cache
+def stopped_alone(family, num_rows):
+    """Rows by themselves, stopped by tokens that they hold, so that they end at different places of a block."""
+    target, inputs = make_target(family), left_padded(LENGTHS[num_rows])
+    rows = alone(target, inputs)
+    stop = {"eos_token_id": [rows[0][-9], rows[-1][-4]]}
+    ends = [[i for i, token in enumerate(row) if i >= n and token in stop["eos_token_id"]] for row, n in
+            zip(rows, LENGTHS[num_rows], strict=True)]  # fmt: skip
+    return inputs, [row[: end[0] + 1] if end else row for row, end in zip(rows, ends, strict=True)], stop
+
+
 @pytest.mark.parametrize("hit", HITS)
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
 def test_rows_equal_themselves_alone(family, hit):
     target = make_target(family)
     for num_rows in (1, 3, 8):
-        inputs = left_padded(LENGTHS[num_rows])
-        rows = alone(target, inputs)
-        # Rows end at different places of a block: stop each kind of text at one of its own tokens.
-        stop = {"eos_token_id": [rows[0][-9], rows[-1][-4]]}
-        rows = alone(target, inputs, **stop)
+        inputs, rows, stop = stopped_alone(family, num_rows)
         drafter = batch_oracle(rows, hit)
         ids = target.generate(**inputs, **SETTINGS | stop, assistant_model=drafter)
         assert without_padding(ids, inputs, rows) == rows

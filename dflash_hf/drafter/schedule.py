@@ -11,9 +11,9 @@ from collections import deque
 from statistics import median
 
 _BINS = 16  # of the drafter's confidence
-_WINDOW = 24  # drafted cycles that the comparison with plain decoding looks back on
-_TRIAL = 4  # drafted cycles after a pause before they are judged
-_FIRST_PAUSE, _LONGEST_PAUSE = 16, 512  # plain steps
+_WINDOW = 12  # drafted cycles that the comparison with plain decoding looks back on
+_FIRST_TRIAL, _TRIAL = 4, 2  # drafted cycles before a judgement: of a new pair, and after a pause
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # plain steps
 _GUESS = 0.05  # by how much a draft lengthens a target pass, until longer ones have been timed
 
 # drafter -> target -> number of rows -> what was learnt, for all calls of this process
@@ -23,15 +23,40 @@ _learnt: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 class _Learnt:
     """What calls of one drafter, target and batch size have measured."""
 
-    def __init__(self, num_drafts: int):
+    def __init__(self, num_drafts: int, confidence: "_Confidence"):
+        self.confidence = confidence
         self.verify_s = [deque(maxlen=9) for _ in range(num_drafts + 1)]  # of a target pass over k drafts
         self.draft_s = deque(maxlen=9)
-        self.tokens, self.seconds = deque(maxlen=_WINDOW), deque(maxlen=_WINDOW)  # of drafted cycles
-        # The confidence itself stands for four drafts that were right as often as it says.
-        self.right = [4 * (i + 0.5) / _BINS for i in range(_BINS)]
-        self.seen = [4.0] * _BINS
+        self.cycles = deque(maxlen=_WINDOW)  # of drafted ones: tokens expected, seconds
         self.pause, self.waits = _FIRST_PAUSE, 0  # plain steps of the next pause, and left of this one
-        self.on_trial = 0  # drafted cycles since the last pause
+        self.on_trial = _TRIAL - _FIRST_TRIAL  # drafted cycles since the last pause
+
+
+class _Confidence:
+    """How often drafts of a confidence were right, given that all before them were."""
+
+    def __init__(self):
+        self.right, self.seen = [0.0] * _BINS, [0.0] * _BINS
+        # Over all bins: right drafts, and how many the confidences promised. A new drafter is believed by half.
+        self.all_right, self.promised = 2.0, 4.0
+
+    def chance(self, confidence: float) -> float:
+        i = min(int(confidence * _BINS), _BINS - 1)
+        prior = min(confidence * self.all_right / self.promised, 1.0)  # worth four drafts
+        return (self.right[i] + 4 * prior) / (self.seen[i] + 4)
+
+    def note(self, confidence: float, right: bool) -> None:
+        i = min(int(confidence * _BINS), _BINS - 1)
+        self.seen[i] += 1
+        self.right[i] += right
+        self.promised += confidence
+        self.all_right += right
+        if self.seen[i] > 400:  # old drafts count less and less
+            self.seen[i] /= 2
+            self.right[i] /= 2
+        if self.promised > 200:
+            self.promised /= 2
+            self.all_right /= 2
 
 
 class Schedule:
@@ -61,10 +86,9 @@ class Schedule:
         self.num_rows = num_rows
         key = (num_rows, self._num_drafts)
         if key not in self._all:
-            self._all[key] = new = _Learnt(self._num_drafts)
-            for learnt in self._all.values():  # how often a confidence is right has nothing to do with the batch
-                new.right, new.seen = learnt.right, learnt.seen
-                break
+            # How often a confidence is right has nothing to do with the batch.
+            known = next((learnt.confidence for learnt in self._all.values()), None)
+            self._all[key] = _Learnt(self._num_drafts, known or _Confidence())
         self.learnt = self._all[key]
 
     def verify_seconds(self, k: int) -> float:
@@ -83,9 +107,10 @@ class Schedule:
         """Tokens a second without drafts."""
         return self.num_rows / self.verify_seconds(0)
 
-    def drafting_rate(self, last: int = _WINDOW) -> float:
-        """Tokens a second in the last cycles with drafts."""
-        return sum(list(self.learnt.tokens)[-last:]) / sum(list(self.learnt.seconds)[-last:])
+    def drafting_rate(self) -> float:
+        """Tokens a second in the last cycles with drafts, as expected of them: steadier than what came."""
+        tokens, seconds = zip(*self.learnt.cycles, strict=True)
+        return sum(tokens) / sum(seconds)
 
     def wants_draft(self) -> bool:
         """Whether the drafter is to run in this cycle."""
@@ -99,38 +124,27 @@ class Schedule:
 
     def length(self, confidences: list[list[float]]) -> int:
         """How many of the drafts to check, given each row's confidence slot by slot."""
-        longest = len(confidences[0])
-        learnt = self.learnt
+        longest, learnt = len(confidences[0]), self.learnt
         rate = self.plain_rate()
-        if len(learnt.tokens) >= _TRIAL:
+        if len(learnt.cycles) >= _FIRST_TRIAL:
             rate = max(rate, self.drafting_rate())
         expected, chances = float(self.num_rows), [1.0] * self.num_rows
-        best, best_value = 0, expected - rate * self.verify_seconds(0)
+        best, best_value, self._expected = 0, expected - rate * self.verify_seconds(0), expected
         for k in range(1, longest + 1):
             for row, confidence in enumerate(confidences):
-                chances[row] *= self._chance(confidence[k - 1])
+                chances[row] *= learnt.confidence.chance(confidence[k - 1])
             expected += sum(chances)
             value = expected - rate * self.verify_seconds(k)
             if value > best_value:
-                best, best_value = k, value
+                best, best_value, self._expected = k, value, expected
         return best
-
-    def _chance(self, confidence: float) -> float:
-        i = min(int(confidence * _BINS), _BINS - 1)
-        return self.learnt.right[i] / self.learnt.seen[i]
 
     def note_right(self, confidence: list[float], right: int) -> None:
         """Of one row's drafts with these confidences the first `right` were right, the next one (if any) was wrong."""
-        learnt = self.learnt
         for slot, value in enumerate(confidence[: right + 1]):
-            i = min(int(value * _BINS), _BINS - 1)
-            learnt.seen[i] += 1
-            learnt.right[i] += slot < right
-            if learnt.seen[i] > 400:  # old drafts count less and less
-                learnt.seen[i] /= 2
-                learnt.right[i] /= 2
+            self.learnt.confidence.note(value, slot < right)
 
-    def note_cycle(self, k: int, drafted: bool, num_tokens: int, draft_s: float, verify_s: float) -> None:
+    def note_cycle(self, k: int, drafted: bool, draft_s: float, verify_s: float) -> None:
         """A cycle is over. The first one of a call is not representative and is left out."""
         learnt, first, self._first = self.learnt, self._first, False
         if first:
@@ -139,14 +153,13 @@ class Schedule:
         if not drafted:
             return
         learnt.draft_s.append(draft_s)
-        learnt.tokens.append(num_tokens)
-        learnt.seconds.append(median(learnt.draft_s) + self.verify_seconds(k))
+        learnt.cycles.append((self._expected, median(learnt.draft_s) + self.verify_seconds(k)))
         learnt.on_trial += 1
-        if learnt.on_trial < _TRIAL or not learnt.verify_s[0]:
+        if learnt.on_trial < _TRIAL:
             return
-        # A few bad cycles are chance, and a text that has become easier shows in the last few: both must be bad.
-        if max(self.drafting_rate(), self.drafting_rate(_TRIAL)) < self.plain_rate():
+        if self.drafting_rate() < self.plain_rate():
             learnt.waits, learnt.pause = learnt.pause, min(2 * learnt.pause, _LONGEST_PAUSE)
             learnt.on_trial = 0
-        elif learnt.on_trial >= _WINDOW:
+            learnt.cycles.clear()  # the next trial is judged by itself
+        elif learnt.on_trial > _WINDOW:
             learnt.pause = _FIRST_PAUSE
