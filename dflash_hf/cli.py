@@ -95,9 +95,10 @@ def train(
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from; unset: a fresh one.")] = None,
     num_layers: Annotated[int, typer.Option(help="Of a fresh drafter.")] = 5,
     block_size: Annotated[int, typer.Option(help="Of a fresh drafter.")] = 16,
+    mask_token_id: Annotated[int | None, typer.Option(help="Of a fresh drafter; unset: an unused id.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the target's weights: auto, float32, bfloat16, ...")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    device: Annotated[str | None, typer.Option(help="Of the target; unset: where the drafter is.")] = None,
 ) -> None:
     """Train a drafter of TARGET. Call it again after an interruption: it goes on from the last checkpoint.
 
@@ -112,11 +113,14 @@ def train(
 
     with one_line_errors():
         (arguments,) = HfArgumentParser(t.DFlashTrainingArguments).parse_args_into_dataclasses(context.args)
-        model, _ = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
+        device = device or str(arguments.device)  # of this process, where several were launched
+        model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
         if init_from is not None:
             drafter = DFlashDraftModel.from_pretrained(init_from, dtype="float32")
         else:
-            drafter = DFlashDraftModel.for_target(model, num_layers=num_layers, block_size=block_size)
+            drafter = DFlashDraftModel.for_target(
+                model, num_layers, block_size, mask_token_id=mask_token_id, tokenizer=tokenizer
+            )
         trainer = t.DFlashTrainer(
             drafter,
             model,

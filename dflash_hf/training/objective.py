@@ -6,6 +6,7 @@ before its anchor, and itself; blocks never see each other. With K drafts a bloc
 d + 1 places behind the anchor.
 """
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -236,9 +237,14 @@ def _flex(module, query, key, value, attention_mask, block_size: int, T: int, sc
             return context | own
 
         masks[rule] = create_block_mask(sees, 1, None, query.shape[2], key.shape[2], device=query.device)
-    attend = torch.compile(flex_attention) if query.device.type == "cuda" else flex_attention
+    attend = _compiled(flex_attention) if query.device.type == "cuda" else flex_attention
     out = attend(query, key, value, block_mask=masks[rule], scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
     return out.transpose(1, 2)
+
+
+@functools.cache
+def _compiled(function):
+    return torch.compile(function)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, block_attention)

@@ -135,6 +135,11 @@ class DFlashTrainer(Trainer):
     def __init__(self, model, target, args: DFlashTrainingArguments, train_dataset=None, eval_dataset=None, **kwargs):
         self.drafter = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.drafter.check_target(target)
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"{args.n_gpu} GPUs in one process would be nn.DataParallel, which does not take packed sequences: "
+                "start one process a GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one."
+            )
         self.target = target
         for name, dataset in {"train_dataset": train_dataset, **_by_name(eval_dataset)}.items():
             _check_features(dataset, name, self.drafter.config, args.distillation_weight)
