@@ -246,6 +246,7 @@ SOMETHING_ELSE = {
     "a language model": ({"config.json": b'{"architectures": ["LlamaForCausalLM"]}'}, "LlamaForCausalLM"),
     "files": ({"data.csv": b"1,2", "README.md": b"# Data"}, "README.md, data.csv"),
     "a card with words": ({"README.md": b"---\nlicense: mit\n---\n# My plans"}, "a README.md"),
+    "a broken config": ({"config.json": b"{"}, "a config.json that is no drafter's"),
     "another size": (other_drafter(block_size=8), "block_size 8, here 4"),
     "other layers": (other_drafter(target_layer_ids=[0, 1, 2]), r"target_layer_ids \[0, 1, 2\]"),
 }
@@ -331,7 +332,9 @@ BAD = {
     "no owner": (["drafter"], {}, "like owner/name, got 'drafter'"),
     "no license": ([], {"license": None}, "needs license"),
     "no target": ([], {"base_model": None}, "needs base_model"),
-    "a folder as target": ([], {"base_model": "/home/someone/target"}, "needs base_model"),
+    "a folder as target": ([], {"base_model": "/home/someone/target"}, "target's name on the Hub"),
+    "nothing to include": ([], {"include": ["recipe/*"]}, "No file of .* matches 'recipe/"),
+    "files of elsewhere": ([], {"include": ["../*"]}, "in the drafter's folder to include, got '../"),
     "license without its text": ([], {"license": "mit"}, "put the text of mit there"),
     "no such folder": ([], {"drafter": "nowhere"}, "Expected a drafter's folder or a Hub name"),
     "no report": ([], {"measurements": "missing.json"}, "missing.json"),

@@ -67,9 +67,8 @@ def convert(
         raise ValueError(f"Expected one of the layouts {', '.join(LAYOUTS)}, got {to!r}.")
     with new_folder(out) as part:
         checkpoint = read(source)
-        if target is not None:
-            checkpoint.target = target
-            checkpoint.target_architectures = []
+        if target not in (None, checkpoint.target):
+            checkpoint.target, checkpoint.target_architectures = target, []
         tensors = write_zlab(checkpoint, part) if to == "z-lab" else write_speculators(checkpoint, part)
         _check_same(checkpoint.folder, part)
     return Conversion(Path(out), to, tensors, checkpoint.left_out, checkpoint.notes)
@@ -99,12 +98,9 @@ def new_folder(out: str | os.PathLike) -> Iterator[Path]:
 
 def write_zlab(checkpoint: Checkpoint, folder: Path) -> list[str]:
     """Write weights, config, code and generation config into `folder`; return the names of the tensors."""
-    for name, value in (
-        ("target_name_or_path", checkpoint.target),
-        ("target_architectures", checkpoint.target_architectures),
-    ):
-        if value:
-            setattr(checkpoint.config, name, value)
+    if checkpoint.target is not None:
+        checkpoint.config.target_name_or_path = checkpoint.target
+        checkpoint.config.target_architectures = checkpoint.target_architectures
     checkpoint.config.save_pretrained(folder)
     checkpoint.generation_config.save_pretrained(folder)
     for source in Path(drafter_package.__file__).parent.glob("*.py"):

@@ -211,13 +211,15 @@ def write_card(
     return card
 
 
-def hub_name(name: str | None) -> bool:
+def hub_name(name) -> bool:
     """Whether `name` can be a model's name on the Hub (`owner/name`) and is no folder here."""
+    if not isinstance(name, str) or name.count("/") != 1 or Path(name).is_dir():
+        return False
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return name is not None and name.count("/") == 1 and not Path(name).is_dir()
+    return True
 
 
 def _name(path: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import distribution
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import yaml
 from huggingface_hub import HfApi, ModelCard, get_token
@@ -107,9 +107,11 @@ def _write(stage, drafter, repo_id, measurements, base_model, license, datasets,
         readme = checkpoint.folder / "README.md"
         written = readme.read_text() if readme.is_file() else None
         said = _metadata(readme, written)
+        if base_model is not None and not hub_name(base_model):
+            raise ValueError(f"Expected the target's name on the Hub as base_model, got {base_model!r}.")
         candidates = [base_model, said.get("base_model"), checkpoint.target]
         candidates.append(measured.report["target"]["name"] if measured else None)
-        base_model = next((name for name in candidates if isinstance(name, str) and hub_name(name)), None)
+        base_model = next(filter(hub_name, candidates), None)
         license = license or said.get("license")
         for name, value, example in (
             ("base_model", base_model, "Qwen/Qwen3-8B"),
@@ -118,11 +120,9 @@ def _write(stage, drafter, repo_id, measurements, base_model, license, datasets,
             if value is None:
                 raise ValueError(f"The card needs {name}, and the drafter does not say it: pass {name}='{example}'.")
         convert(source, stage, target=base_model)
-        for pattern in include:
-            for file in sorted(checkpoint.folder.glob(pattern)):
-                if file.is_file() and not (stage / file.relative_to(checkpoint.folder)).exists():
-                    (stage / file.relative_to(checkpoint.folder)).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(file, stage / file.relative_to(checkpoint.folder))
+        _include(checkpoint.folder, stage, include)
+        if measured is None and written is not None:
+            _include(checkpoint.folder, stage, ["plots/*.png"], needed=False)  # the card may show them
     _add_license(stage, license)
     checkpoint = read(stage)
     plots = []
@@ -150,6 +150,21 @@ def _metadata(readme: Path, written: str | None) -> dict:
     except (ValueError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"{readme}: the metadata between the --- lines cannot be read ({problem}).") from None
+
+
+def _include(folder: Path, stage: Path, patterns: Iterable[str], needed: bool = True) -> None:
+    """Copy the files of `folder` that match and are not written anew."""
+    for pattern in patterns:
+        if PurePath(pattern).is_absolute() or ".." in PurePath(pattern).parts:
+            raise ValueError(f"Expected a pattern of files in the drafter's folder to include, got {pattern!r}.")
+        files = [file for file in sorted(folder.glob(pattern)) if file.is_file()]
+        if needed and not files:
+            raise ValueError(f"No file of {folder} matches {pattern!r}, which was to be included.")
+        for file in files:
+            copy = stage / file.relative_to(folder)
+            if not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)
 
 
 def _add_license(stage: Path, license: str) -> None:
@@ -212,10 +227,14 @@ def _something_else(api: HfApi, repo_id: str, sha: str, there: set[str], config:
         return "a README.md" if there else None
     if "config.json" not in there:
         return f"{', '.join(sorted(there)[:5])}{' and more' if len(there) > 5 else ''}"
-    raw = json.loads(text("config.json"))
-    if raw.get("architectures") != ["DFlashDraftModel"] or "dflash_config" not in raw:
-        return f"a model with architectures={raw.get('architectures')}"
-    theirs, ours = meaning(DFlashConfig.from_dict(raw)), meaning(config)
+    try:
+        raw = json.loads(text("config.json"))
+        if raw.get("architectures") != ["DFlashDraftModel"] or "dflash_config" not in raw:
+            return f"a model with architectures={raw.get('architectures')}"
+        theirs = meaning(DFlashConfig.from_dict(raw))
+    except (AttributeError, TypeError, ValueError) as error:
+        return f"a config.json that is no drafter's ({error})"
+    ours = meaning(config)
     differ = [f"{name} {theirs[name]}, here {ours[name]}" for name in ours if theirs[name] != ours[name]]
     names = raw.get("target_name_or_path"), getattr(config, "target_name_or_path", None)
     if None not in names and names[0] != names[1]:
