@@ -46,7 +46,5 @@ class PackedHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])
-        if len(rows) <= 2:  # where the plain kernel is as fast or faster
-            return nn.functional.linear(hidden, self.weight, self.bias)
         out = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
         return out.view(*hidden.shape[:-1], -1)
