@@ -141,7 +141,7 @@ def test_what_is_published(hub, folder):
         'AutoModel.from_pretrained("me/drafter", trust_remote_code=True',
         """--speculative-config '{"method": "dflash", "model": "me/drafter", "num_speculative_tokens": 3}'""",
         f"--model-path {BASE} --speculative-algorithm DFLASH --speculative-draft-model-path me/drafter",
-        "2 layers, 0.0 M parameters, blocks of 4 with\n3 drafts a pass, features of target layers 1, 3, 4",
+        "2 layers, 0.0 M parameters, blocks of 4 with 3 drafts a pass, features of target layers 1, 3, 4",
     ):
         assert text in card.text
     assert card.text.count("not run here") == 2
@@ -173,8 +173,8 @@ def test_every_number_of_the_card_is_the_reports(folder, report, tmp_path):
     ]
     environment = measured["environment"]
     for text in (
-        f"On {environment['cpu']}, {environment['threads']} threads, torch {environment['versions']['torch']}",
-        "4 prompts of gsm8k_dev.jsonl (SHA-256 abababababab...), greedy, at most 12 new tokens, 1 rounds, batches of",
+        f"On {environment['cpu']}, {environment['threads']} thread, torch {environment['versions']['torch']}",
+        "4 prompts of gsm8k_dev.jsonl (SHA-256 abababababab...), greedy, at most 12 new tokens, 1 round, batches of",
         "dflash-hf bench target me/drafter gsm8k_dev.jsonl --max-new-tokens 12",  # no folders of this machine
         " ".join(f"{share:.2f}" for share in row["acceptance_by_position"]),
     ):
@@ -370,6 +370,7 @@ def test_notes_on_engines(tmp_path):
         "": ({}, "both read every option"),
         "swa": ({"dflash_config": {"use_swa": True, "swa_window_size": 4}}, "SGLang .* does not read `use_swa`"),
         "anchor": ({"dflash_config": {"sample_from_anchor": True}}, "vLLM .* refuses `sample_from_anchor`"),
+        "cap": ({"dflash_config": {"final_logit_softcapping": 9.0}}, "`final_logit_softcapping` was not looked up"),
         "own": ({"own_tensors": {"lm_head.weight": [20, 32], "d2t": [20]}}, "the own `lm_head`, the own `d2t`"),
     }
     for name, (settings, message) in table.items():

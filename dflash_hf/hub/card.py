@@ -91,7 +91,7 @@ class Measurements:
         """The section of the card: machine, command, tables and plots."""
         report, environment, settings = self.report, self.report["environment"], self.report["settings"]
         versions = environment["versions"]
-        machine = environment["accelerator"] or f"{environment['cpu']}, {environment['threads']} threads"
+        machine = environment["accelerator"] or f"{environment['cpu']}, {_count(environment['threads'], 'thread')}"
         sampling = settings["sampling"]
         how = "greedy"
         if sampling["do_sample"]:
@@ -102,7 +102,7 @@ class Measurements:
         lines = [
             f"On {machine}, torch {versions['torch']}, transformers {versions['transformers']}, target in "
             f"{report['target']['dtype']}, drafter in {report['drafter']['dtype']}: {prompts}, {how}, at most "
-            f"{settings['max_new_tokens']} new tokens, {settings['repeats']} rounds, batches of "
+            f"{settings['max_new_tokens']} new tokens, {_count(settings['repeats'], 'round')}, batches of "
             f"{settings['batch_size']}.",
             "",
         ]
@@ -227,6 +227,10 @@ def _name(path: str) -> str:
     return PurePath(path).name if os.path.isabs(path) or path.startswith((".", "~")) else path
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _text(checkpoint: Checkpoint, repo_id: str, base_model: str, section: str) -> str:
     config = checkpoint.config
     layers = ", ".join(map(str, config.target_layer_ids))
@@ -235,11 +239,7 @@ def _text(checkpoint: Checkpoint, repo_id: str, base_model: str, section: str) -
     notes = "\n".join(f"- {note}" for note in engine_notes(checkpoint))
     return f"""# {repo_id.split("/")[-1]}
 
-A DFlash drafter ([arXiv 2602.06036](https://arxiv.org/abs/2602.06036)) for
-[{base_model}](https://huggingface.co/{base_model}): speculative decoding that does not change the target's output.
-{config.num_hidden_layers} layers, {checkpoint.num_parameters / 1e6:.1f} M parameters, blocks of {config.block_size} with
-{config.num_drafts} drafts a pass, features of target layers {layers} (counted from 0), mask token
-{config.mask_token_id}. {tables}
+A DFlash drafter ([arXiv 2602.06036](https://arxiv.org/abs/2602.06036)) for [{base_model}](https://huggingface.co/{base_model}): speculative decoding that does not change the target's output. {_count(config.num_hidden_layers, "layer")}, {checkpoint.num_parameters / 1e6:.1f} M parameters, blocks of {config.block_size} with {_count(config.num_drafts, "draft")} a pass, features of target layers {layers} (counted from 0), mask token {config.mask_token_id}. {tables}
 
 ## Use
 
@@ -277,7 +277,7 @@ python -m sglang.launch_server --model-path {base_model} --speculative-algorithm
 ## Measured
 
 {section}
-"""  # noqa: E501  (commands are one line each)
+"""  # noqa: E501  (paragraphs and commands are one line each)
 
 
 def engine_notes(checkpoint: Checkpoint) -> list[str]:
@@ -285,15 +285,20 @@ def engine_notes(checkpoint: Checkpoint) -> list[str]:
     config, own = checkpoint.config, checkpoint.own_tensors
     ignored = [f"`{name}`" for name in ("use_swa", "target_hidden_size") if config.dflash_config.get(name)]
     ignored += [f"the own `{name.removesuffix('.weight')}`" for name in own]
+    unknown = [name for name in ("input_embedding_scale", "output_multiplier") if config.option(name, 1.0) != 1.0]
+    unknown += ["final_logit_softcapping"] if config.option("final_logit_softcapping") else []
+    unknown += [] if config.is_neox_style else ["is_neox_style"]
     notes = []
     if ignored:
-        notes.append(
-            f"SGLang {SGLANG} does not read {', '.join(ignored)}, which this drafter has: expect poor drafts."
-        )
+        notes.append(f"SGLang {SGLANG} does not read {', '.join(ignored)} of this drafter: expect poor drafts.")
     if config.option("sample_from_anchor", False):
         notes.append(f"vLLM {VLLM} refuses `sample_from_anchor`, which this drafter has.")
     if config.option("add_swa_attention_sink_bias", False) and not all(config.layer_sinks):
         notes.append(f"vLLM {VLLM} gives every layer an attention sink, this drafter only its sliding ones.")
+    if any(config.layer_sinks):
+        notes.append("Whether SGLang knows attention sinks, which this drafter has, was not looked up.")
+    if unknown:
+        notes.append(f"Whether the two read {', '.join(f'`{name}`' for name in unknown)} was not looked up.")
     return notes or [
         f"By the source of vLLM {VLLM} and SGLang {SGLANG}, both read every option that this drafter has."
     ]
