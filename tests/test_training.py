@@ -233,6 +233,18 @@ def test_the_loss_over_the_answers_tokens_leaves_the_others_out(target, samples,
     torch.testing.assert_close(reduced, whole[:, ids])
 
 
+@pytest.mark.parametrize("others", [0, 2])
+def test_an_answer_without_room_for_a_block_adds_nothing(others, target, samples, tmp_path):
+    short = Sample("short", samples[0].ids[:7], [(6, 7)])
+    settings = {"max_steps": 1, "per_device_train_batch_size": 3, "warmup_steps": 0, "gradient_accumulation_steps": 1}
+    whole = trained(target, SampleDataset([*samples[:others], short]), tmp_path, **settings)
+    if others:
+        without = trained(target, SampleDataset(samples[:others]), tmp_path, **settings)
+        assert_same_weights(whole.model, without.model, 1e-5)
+    else:
+        assert_same_weights(whole.model, make_drafter(initializer_range=0.05))
+
+
 # -- learning, and what evaluation says of it --
 
 

@@ -112,7 +112,8 @@ def pack(items: list[dict], anchors: list[list[int]], config) -> Blocks:
     ends = []  # of the answer that each anchor is in, in the row
     for n, (item, of) in enumerate(zip(items, anchors, strict=True)):
         for anchor in of:
-            ends.append(starts[n] + next(stop for start, stop in item["spans"] if start <= anchor < stop))
+            stop = next((stop for start, stop in item["spans"] if start <= anchor < stop), 0)  # 0: no labels
+            ends.append(starts[n] + stop)
     ends = torch.tensor(ends, dtype=torch.long, device=device)
     row = begin + local  # [N] the anchors in the row
     block_ids = torch.full((len(row), L), config.mask_token_id, dtype=torch.long, device=device)

@@ -187,7 +187,8 @@ class DFlashTrainer(Trainer):
     def _with_blocks(self, items: list[dict], epoch: int) -> dict:
         items = [self._prepared(item) for item in items]
         anchors = [
-            draw_anchors(item["spans"], self.args.num_anchors, self.args.seed, epoch, item["sample_id"])
+            # An answer without room for a block gets one without labels, so that every process has a pass to make.
+            draw_anchors(item["spans"], self.args.num_anchors, self.args.seed, epoch, item["sample_id"]) or [0]
             for item in items
         ]
         blocks = pack(items, anchors, self.drafter.config)
@@ -211,7 +212,7 @@ class DFlashTrainer(Trainer):
         states = block_states(model, self.drafter, blocks, self.target.get_input_embeddings())
         there = blocks.labels != IGNORE
         labels, weights = blocks.labels[there], weight_of(blocks.labels, self.gamma)[there]
-        if len(labels) == 0:  # answers too short for a block; every parameter still takes part, which DDP waits for
+        if len(labels) == 0:  # every parameter still takes part, which DDP waits for
             loss = states.sum() * 0.0
             return (loss, None) if return_outputs else loss
         teacher = None
