@@ -32,19 +32,16 @@ def timed_generate(target, inputs, max_new_tokens: int = 96, **kwargs) -> tuple[
 
 
 def verdict(results: list[tuple]) -> str:
-    """Whether the drafter paid, and above which tau it would have, from all prompts together."""
+    """Whether the drafter paid, from all prompts together."""
     plain_s, drafted_s = sum(r[1] for r in results), sum(r[3] for r in results)
     runs = [r[4] for r in results]
-    cycles = sum(run.cycles for run in runs)
-    tau = sum(run.tokens - 1 for run in runs) / cycles
-    cycle_ms = 1e3 * sum(run.drafting_s + run.verifying_s for run in runs) / cycles
-    token_ms = 1e3 * plain_s / sum(len(r[0]) for r in results)
+    cycles, drafted = sum(run.cycles for run in runs), sum(run.drafted_cycles for run in runs)
+    drafting_s, verifying_s = sum(run.drafting_s for run in runs), sum(run.verifying_s for run in runs)
     return (
         f"The drafter {'paid' if drafted_s < plain_s else 'did not pay'} on this machine: "
         f"{plain_s:.1f} s without it, {drafted_s:.1f} s with it, {plain_s / drafted_s:.2f}x.\n"
-        f"A cycle of drafting and verifying took {cycle_ms:.0f} ms and committed {tau:.2f} tokens (tau); "
-        f"plain decoding took {token_ms:.0f} ms a token.\n"
-        f"At these costs a drafter pays above a tau of {cycle_ms / token_ms:.1f}."
+        f"{cycles} target passes took {1e3 * verifying_s / cycles:.0f} ms each; {drafted} of them checked drafts, "
+        f"which took {1e3 * drafting_s / max(drafted, 1):.0f} ms to make."
     )
 
 
