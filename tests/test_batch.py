@@ -199,3 +199,16 @@ def test_a_target_that_rows_cannot_share():
     target = make_target("llama", attn_implementation="flex_attention")
     with pytest.raises(ValueError, match="one sequence at a time here, got 2: flex_attention takes no masks"):
         target.generate(prompt_ids(2), assistant_model=make_drafter(), **SETTINGS)
+
+
+def test_both_loops_by_hand():
+    target, inputs = make_target("llama"), left_padded((9,))
+    rows = alone(target, inputs)
+    drafter = batch_oracle(rows, "sometimes")
+    for loop in (drafter.decode, drafter.assisted_decoding):
+        assert target.generate(**inputs, **SETTINGS, custom_generate=loop).tolist() == rows
+        assert drafter.last_run.tau > 1.3
+    inputs = left_padded(LENGTHS[3])
+    rows = alone(target, inputs)
+    ids = target.generate(**inputs, **SETTINGS, custom_generate=batch_oracle(rows, "always").decode)
+    assert without_padding(ids, inputs, rows) == rows

@@ -14,6 +14,7 @@ from transformers.generation.utils import GenerationMixin
 
 PROTOCOL = 1  # of the handlers below; a newer copy replaces an older copy's handlers
 _STATE = "_dflash_hook"
+NOT_FOR_DECODE = ("synced_gpus", "inputs_tensor", "tokenizer", "assistant_tokenizer")  # of transformers' loop
 
 
 def _is_drafter(assistant_model, generation_config) -> bool:
@@ -63,8 +64,6 @@ def _assisted_decoding(original: Callable, target, input_ids, *args, assistant_m
     # Ensemble verification (not lossless, the user's choice) and lockstep over several processes stay transformers'.
     if not ours or kwargs.get("synced_gpus") or generation_config.assistant_ensemble_weight is not None:
         return original(target, input_ids, *args, assistant_model=assistant_model, **kwargs)
-    for name in ("synced_gpus", "inputs_tensor", "tokenizer", "assistant_tokenizer"):
-        kwargs.pop(name, None)
     return assistant_model.decode(target, input_ids, **kwargs)
 
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, _add_variant
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -32,7 +33,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file, logging
 from .candidates import DFlashCandidateGenerator, DFlashRun, last_run
 from .configuration_dflash import default_target_layer_ids
 from .decoding import decode
-from .dispatch import PROTOCOL, install
+from .dispatch import NOT_FOR_DECODE, PROTOCOL, install
 from .passes import REPLAYED
 
 logger = logging.get_logger(__name__)
@@ -492,8 +493,20 @@ class DFlashDraftModel(PreTrainedModel):
         return DFlashCandidateGenerator(self, target, **kwargs)
 
     def decode(self, target, input_ids, **kwargs):
-        """The decode loop for one generate call on `target`; see `decoding.decode`."""
+        """The decode loop for one generate call on `target`; see `decoding.decode`.
+
+        `generate(assistant_model=drafter)` comes here by itself, `generate(custom_generate=drafter.decode)` by hand.
+        """
+        kwargs = {name: value for name, value in kwargs.items() if name not in NOT_FOR_DECODE}
         return decode(target, input_ids, self, **kwargs)
+
+    def assisted_decoding(self, target, input_ids, **kwargs):
+        """transformers' own loop with this drafter's drafts: `generate(custom_generate=drafter.assisted_decoding)`.
+
+        For comparison: it serves one sequence, and the same number of drafts every cycle.
+        """
+        loop = GenerationMixin._assisted_decoding
+        return getattr(loop, "__wrapped__", loop)(target, input_ids, assistant_model=self, **kwargs)
 
     @property
     def last_run(self) -> DFlashRun | None:
