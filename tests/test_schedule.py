@@ -1,0 +1,103 @@
+"""The adaptive schedule on made-up machines and drafters, where the best policy can be computed."""
+
+import random
+
+import pytest
+
+from dflash_hf.drafter.schedule import Schedule
+
+DRAFTS = 7
+
+
+class Thing:
+    """Stands for a drafter or a target, which the schedule only uses as keys."""
+
+
+# name -> seconds of a target pass over k drafts, seconds of a draft
+MACHINES = {
+    "cpu, batch 1": ([0.045, 0.050, 0.052, 0.077, 0.078, 0.082, 0.085, 0.088], 0.017),
+    "gpu": ([0.025] * 8, 0.004),
+    "every draft costs": ([0.030 + 0.010 * k for k in range(DRAFTS + 1)], 0.004),
+    "cpu, batch 8": ([0.080, 0.110, 0.130, 0.155, 0.175, 0.195, 0.215, 0.240], 0.030),
+}
+
+
+def run(machine, right, num_tokens, schedule=None, always=None, seed=0, told=None, noise=0.03):
+    """Tokens a second of `num_tokens` tokens; drafts are right with chance `right`, and say so as `told` does."""
+    verify_s, draft_s = MACHINES[machine]
+    told = told or (lambda chance: chance)
+    rng = random.Random(seed)
+    tokens, seconds, drafted_cycles = 0, 0.0, 0
+    while tokens < num_tokens:
+        k, drafted, guesses = 0, False, []
+        spent = 0.0
+        if always is not None:
+            drafted, k = always > 0, always
+        elif schedule.wants_draft():
+            drafted = True
+        if drafted:
+            drafted_cycles += 1
+            chances = [right(rng) for _ in range(DRAFTS)]
+            guesses = [rng.random() < chance for chance in chances]
+            spent += draft_s
+            confidence = [told(chance) for chance in chances]
+            if always is None:
+                k = schedule.length([confidence])
+        verified_s = verify_s[k] * rng.lognormvariate(0, noise)
+        spent += verified_s
+        good = next((i for i, guess in enumerate(guesses[:k]) if not guess), k)
+        if always is None:
+            schedule.note_cycle(k, drafted, draft_s, verified_s)
+            if guesses:
+                shown = min(good + 1, DRAFTS)
+                known = next((i for i in range(shown) if not guesses[i]), shown)
+                schedule.note_right(confidence[:shown], known)
+        tokens, seconds = tokens + good + 1, seconds + spent
+    return tokens / seconds, drafted_cycles
+
+
+def flat(chance):
+    return lambda rng: chance
+
+
+def mixed(rng):
+    """Half the slots are sure, half are guesses: what knowing the confidence is worth."""
+    return rng.choice([0.95, 0.2])
+
+
+TOLD = {"true": lambda chance: chance, "bold": lambda chance: min(1.0, chance + 0.3), "shy": lambda chance: chance / 2}
+
+
+@pytest.mark.parametrize("told", TOLD.values(), ids=TOLD)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_as_fast_as_the_best_constant_length(machine, told):
+    for right in (flat(0.3), flat(0.6), flat(0.8), flat(0.95), mixed):
+        constants = [run(machine, right, 6000, always=k)[0] for k in range(DRAFTS + 1)]
+        schedule = Schedule(Thing(), Thing(), 1, DRAFTS)
+        rate, _ = run(machine, right, 6000, schedule, told=told)
+        assert rate > 0.95 * max(constants)
+    if machine == "every draft costs":  # the last drafter's sure blocks are worth finding
+        assert rate > 1.1 * max(constants)
+
+
+@pytest.mark.parametrize("told", [lambda c: 0.02, lambda c: 0.5, lambda c: 0.97], ids=["knows it", "guesses", "brags"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_useless_drafter_costs_little(machine, told):
+    """At most 3% over the first 128 tokens of a new pair, on average, and next to nothing later."""
+    drafter, target, plain = Thing(), Thing(), 1 / MACHINES[machine][0][0]
+    first = []
+    for seed in range(20):
+        rate, _ = run(machine, flat(0.0), 128, Schedule(Thing(), Thing(), 1, DRAFTS), told=told, seed=seed, noise=0.0)
+        first.append(rate / plain)
+    assert sum(first) / len(first) > 0.97
+    for _ in range(4):
+        rate, drafted = run(machine, flat(0.0), 128, Schedule(drafter, target, 1, DRAFTS), told=told, noise=0.0)
+    assert rate > 0.99 * plain and drafted <= 2
+
+
+def test_it_takes_up_drafting_again():
+    """A text that drafts do not suit, then one that they do."""
+    drafter, target = Thing(), Thing()
+    run("gpu", flat(0.0), 300, Schedule(drafter, target, 1, DRAFTS))
+    rate, _ = run("gpu", flat(0.9), 3000, Schedule(drafter, target, 1, DRAFTS))
+    assert rate > 0.8 * run("gpu", flat(0.9), 3000, always=DRAFTS)[0]
