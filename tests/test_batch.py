@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from transformers.generation import LogitsProcessor
 
 from drafters import BLOCK, HITS, OracleDrafter, make_drafter
-from targets import PAD, TEXT_FAMILIES, VOCAB, WINDOW, make_target, prompt_ids
+from targets import PAD, TEXT_FAMILIES, VOCAB, WINDOW, make_target, prompt_ids, vlm_inputs
 
 NEW = 20
 SETTINGS = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": PAD}
@@ -212,3 +212,14 @@ def test_both_loops_by_hand():
     rows = alone(target, inputs)
     ids = target.generate(**inputs, **SETTINGS, custom_generate=batch_oracle(rows, "always").decode)
     assert without_padding(ids, inputs, rows) == rows
+
+
+def test_rows_with_images():
+    target = make_target("qwen2_5_vl")
+    inputs = vlm_inputs(target, batch=3)
+    inputs["pixel_values"] += torch.linspace(0, 1, len(inputs["pixel_values"]))[:, None]  # another image in each row
+    inputs["input_ids"][:, -1] = torch.tensor([20, 30, 40])
+    expected = target.generate(**inputs, **SETTINGS)
+    assert len(set(map(tuple, expected.tolist()))) == 3
+    ids = target.generate(**inputs, **SETTINGS, assistant_model=batch_oracle(expected.tolist(), "sometimes"))
+    assert ids.tolist() == expected.tolist()
