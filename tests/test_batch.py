@@ -223,3 +223,33 @@ def test_rows_with_images():
     assert len(set(map(tuple, expected.tolist()))) == 3
     ids = target.generate(**inputs, **SETTINGS, assistant_model=batch_oracle(expected.tolist(), "sometimes"))
     assert ids.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_ways_of_calling(family):
+    """Chunked and embedded prompts, a second turn in the same cache, inference mode: rows as without a drafter."""
+    target, inputs = make_target(family), left_padded((9, 4, 12))
+    expected = target.generate(**inputs, **SETTINGS)
+    rows = [row[12 - n :].tolist() for row, n in zip(expected, (9, 4, 12), strict=True)]
+
+    def same(kwargs, drafter=None):
+        plain = target.generate(**kwargs, **SETTINGS)
+        drafted = target.generate(**kwargs, **SETTINGS, assistant_model=drafter or batch_oracle(rows, "sometimes"))
+        assert drafted.tolist() == plain.tolist()
+
+    same(inputs | {"prefill_chunk_size": 5})
+    same(inputs | {"eos_token_id": sorted({int(token) for token in expected[:, 12]})})  # all end at once
+    embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
+    same({"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}, make_drafter())
+    with torch.inference_mode():
+        same(inputs)
+
+    texts = []
+    for drafters in ((None, None), (batch_oracle(rows, "sometimes"), make_drafter())):
+        cache, text, mask = DynamicCache(config=target.config), inputs["input_ids"], inputs["attention_mask"]
+        for drafter in drafters:
+            text = target.generate(text, attention_mask=mask, cache=cache, **SETTINGS, assistant_model=drafter)
+            text = torch.cat([text, prompt_ids(3, 4, seed=9)], dim=1)
+            mask = torch.cat([mask, mask.new_ones(3, text.shape[1] - mask.shape[1])], dim=1)
+        texts.append(text.tolist())
+    assert texts[0] == texts[1]
