@@ -1,15 +1,24 @@
 """generate(assistant_model=drafter) against plain generate(), on tiny random targets."""
 
+import functools
+import re
 import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, WatermarkingConfig
-from transformers.generation import LogitsProcessor, StoppingCriteria
+import transformers
+from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, WatermarkingConfig, pipeline
+from transformers.generation import LogitsProcessor, StoppingCriteria, stopping_criteria
 from transformers.generation.streamers import BaseStreamer
 
+from dflash_hf import DFlashConfig
+from dflash_hf.drafter.configuration_dflash import OPTIONS
+from dflash_hf.drafter.passes import why_not_slots
 from drafters import BLOCK, HITS, make_drafter, oracle, transformers_loop
-from targets import FAMILIES, PAD, VOCAB, WINDOW, make_target, prompt_ids, vlm_inputs
+from targets import BOS, EOS, FAMILIES, PAD, VLM_FAMILIES, VOCAB, WINDOW, make_target, prompt_ids, vlm_inputs
 
 NEW = 24
 
@@ -18,52 +27,123 @@ def plain(target, inputs, **kwargs):
     return target.generate(**inputs, do_sample=False, **kwargs)
 
 
-def inputs_for(family, target, length):
-    if family == "qwen2_5_vl":
-        return vlm_inputs(target)
-    return {"input_ids": prompt_ids(length=length)}
+@functools.cache
+def target_of(family):
+    """Shared between tests, which leave it as it is."""
+    return make_target(family)
+
+
+def prompts(family):
+    """One token, and more than every window; where the family sees, images in two prompts instead."""
+    yield {"input_ids": prompt_ids(length=1)}
+    if family in VLM_FAMILIES:
+        yield vlm_inputs(target_of(family), length=2, grid=(2, 2))
+        yield vlm_inputs(target_of(family), length=20, grid=(4, 6))
+    else:
+        yield {"input_ids": prompt_ids(length=WINDOW + 2 * BLOCK)}
+
+
+@functools.cache
+def greedy_texts(family):
+    return [plain(target_of(family), inputs, max_new_tokens=NEW)[0].tolist() for inputs in prompts(family)]
 
 
 @pytest.mark.parametrize("hit", HITS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids_equal_plain_generate(family, hit):
-    target = make_target(family)
-    lengths = (12,) if family == "qwen2_5_vl" else (1, 5, WINDOW + 2 * BLOCK)
-    for length in lengths:
-        inputs = inputs_for(family, target, length)
-        expected = plain(target, inputs, max_new_tokens=NEW)
-        drafter = oracle(expected[0].tolist(), hit)
-        ids = plain(target, inputs, max_new_tokens=NEW, assistant_model=drafter)
-        assert ids.tolist() == expected.tolist()
-        run = drafter.last_run
-        assert run.tokens == ids.shape[1] - inputs["input_ids"].shape[1] == NEW
-        if hit == "always":  # a full block every cycle, the last one clipped: 1 + 5 x 4 + 3 tokens
-            assert run.cycles == -(-(NEW - 1) // BLOCK)
-        if hit == "never":
-            assert run.cycles == NEW - 1 and run.tau == 1.0
+    target, ended = target_of(family), set()
+    for inputs, text in zip(prompts(family), greedy_texts(family), strict=True):
+        length, drafter = inputs["input_ids"].shape[1], oracle(text, hit)
+        for new in (1, BLOCK - 1, BLOCK, BLOCK + 1, NEW):
+            out = plain(target, inputs, max_new_tokens=new, assistant_model=drafter)
+            assert out[0].tolist() == text[: length + new]
+            run = drafter.last_run
+            assert run.tokens == new
+            if hit == "always":  # the prefill's token, then a full block every cycle, the last one clipped
+                assert run.cycles == -(-(new - 1) // BLOCK)
+            if hit == "never":
+                assert run.cycles == new - 1
+        # EOS as the prefill's token and at every slot of a block that is accepted in full; once each is enough.
+        for at in range(length, length + NEW):
+            slot = "prefill" if at == length else (at - length - 1) % BLOCK
+            if slot not in ended and text[at] not in text[length:at]:
+                stop = dict(eos_token_id=[EOS, text[at]], pad_token_id=PAD)
+                out = plain(target, inputs, max_new_tokens=NEW, assistant_model=drafter, **stop)
+                assert out[0].tolist() == text[: at + 1]
+                ended.add(slot)
+    assert ended == {"prefill", *range(BLOCK)}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("hit", HITS)
-def test_lengths_around_a_block(family, hit):
-    target, ids = make_target(family), prompt_ids(length=7)
-    text = plain(target, {"input_ids": ids}, max_new_tokens=3 * BLOCK)[0].tolist()
+def test_max_length_counts_the_prompt(hit):
+    text = greedy_texts("llama")[1]
+    length, drafter = len(text) - NEW, oracle(text, hit)
     for new in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK):
-        out = target.generate(ids, do_sample=False, max_new_tokens=new, assistant_model=oracle(text, hit))
-        assert out[0].tolist() == text[: 7 + new]
-        out = target.generate(ids, do_sample=False, max_length=7 + new, assistant_model=oracle(text, hit))
-        assert out[0].tolist() == text[: 7 + new]
+        ids = torch.tensor([text[:length]])
+        out = plain(target_of("llama"), {"input_ids": ids}, max_length=length + new, assistant_model=drafter)
+        assert out[0].tolist() == text[: length + new]
 
 
 @pytest.mark.parametrize("hit", HITS)
-def test_eos_at_every_position_of_a_block(hit):
-    target, ids = make_target("llama"), prompt_ids(length=7)
-    text = plain(target, {"input_ids": ids}, max_new_tokens=3 * BLOCK)[0].tolist()
-    for at in range(7, 7 + 2 * BLOCK + 2):
-        stop = dict(eos_token_id=[text[at], VOCAB - 1], pad_token_id=PAD)
-        expected = plain(target, {"input_ids": ids}, max_new_tokens=3 * BLOCK, **stop)
-        out = plain(target, {"input_ids": ids}, max_new_tokens=3 * BLOCK, assistant_model=oracle(text, hit), **stop)
-        assert out.tolist() == expected.tolist()
+@pytest.mark.parametrize("seconds", [0.5, 3.5, 10.5])
+def test_max_time_ends_the_text_in_the_pass_that_exceeds_it(seconds, hit, monkeypatch):
+    clock = SimpleNamespace(now=0.0, time=lambda: clock.now)
+    monkeypatch.setattr(stopping_criteria, "time", clock)
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    text = plain(target, {"input_ids": ids}, max_new_tokens=64)[0].tolist()
+    target.register_forward_hook(lambda *_: setattr(clock, "now", clock.now + 1))  # a pass takes a second
+    expected = plain(target, {"input_ids": ids}, max_new_tokens=64, max_time=seconds)
+    assert expected.shape[1] == 9 + int(seconds + 1)
+    drafter = oracle(text, hit)
+    out = plain(target, {"input_ids": ids}, max_new_tokens=64, max_time=seconds, assistant_model=drafter)[0].tolist()
+    assert drafter.last_run.target_passes == int(seconds + 1)
+    assert out == text[: len(out)] and len(out) == 9 + drafter.last_run.tokens
+    if hit == "always":
+        assert len(out) > 9 + BLOCK * (int(seconds + 1) - 2)
+    if hit == "never":
+        assert out == expected[0].tolist()
+
+
+def offered(target, drafter, inputs, **kwargs):
+    """The generated ids, and what the target was asked to verify: anchor and drafts of every cycle."""
+    blocks = []
+    hook = target.register_forward_pre_hook(
+        lambda _, args, kwargs: blocks.append(kwargs["input_ids"]), with_kwargs=True
+    )
+    out = plain(target, inputs, max_new_tokens=NEW, assistant_model=drafter, **kwargs)
+    hook.remove()
+    blocks = [block[0].tolist() for block in blocks[-drafter.last_run.cycles :]]
+    # Drafts that hang on the context as they should are no few constants.
+    assert len({tuple(block[1:]) for block in blocks}) > len(blocks) / 3 > 5
+    return out[0, -NEW:].tolist(), blocks
+
+
+def documented(heading):
+    """The cells of the table under this heading of docs/compatibility.md, without its first two lines."""
+    text = (Path(__file__).parents[1] / "docs" / "compatibility.md").read_text().split(f"## {heading}\n")[1]
+    lines = [line for line in text.split("\n## ")[0].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def test_the_documented_families_are_those_of_the_tests():
+    facts = []
+    for family in FAMILIES:
+        target = target_of(family)
+        cache = DynamicCache(config=target.config)
+        slides = [layer.is_sliding for layer in cache.layers]
+        facts.append([
+            f"`{family}`", type(target).__name__, "all" if all(slides) else "some" if any(slides) else "none",
+            "yes" if why_not_slots(target, cache) is None else "no",
+            "text and images" if family in VLM_FAMILIES else "text",
+        ])  # fmt: skip
+    assert documented("Targets") == facts
+
+
+def test_every_option_of_a_drafter_is_documented():
+    names = {name for row in documented("Options of a drafter") for name in re.findall(r"`(\w+)`", row[0])}
+    assert names >= set(OPTIONS)
+    older = {"rope_scaling", "rope_theta"}
+    assert all(hasattr(DFlashConfig, name) for name in names - set(OPTIONS) - older)
 
 
 class NoSeven(LogitsProcessor):
@@ -82,7 +162,6 @@ GREEDY_OPTIONS = {
     "min_new_tokens": {"min_new_tokens": 10, "eos_token_id": [13, 21, 30], "pad_token_id": PAD},
     "suppress": {"suppress_tokens": [9, 10, 11, 12, 13, 14, 15]},
     "sequence_bias": {"sequence_bias": [[[9], 4.0], [[30], -8.0]]},
-    "max_time": {"max_time": 1000.0},
 }
 
 
@@ -174,27 +253,25 @@ def turns(target, drafter, how, cache):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2", "mistral"])
 @pytest.mark.parametrize("how", ["full ids", "new ids"])
 def test_a_cache_from_an_earlier_turn(family, how, recwarn):
-    target = make_target(family)
+    target = target_of(family)
     cache, drafter = DynamicCache(config=target.config), make_drafter(initializer_range=0.6)
     full, inputs = turns(target, drafter, how, cache)
-    expected = plain(target, {"input_ids": full}, max_new_tokens=NEW)
-    plain(target, {"input_ids": full}, max_new_tokens=NEW, assistant_model=drafter)
-    fresh = drafter.last_run
-    out = plain(target, inputs, max_new_tokens=NEW, cache=cache, assistant_model=drafter)
-    assert out[0, -NEW:].tolist() == expected[0, -NEW:].tolist()
-    assert (drafter.last_run.accepted, drafter.last_run.cycles) == (fresh.accepted, fresh.cycles)
+    fresh = offered(target, drafter, {"input_ids": full})
+    assert fresh[0] == plain(target, {"input_ids": full}, max_new_tokens=NEW)[0, -NEW:].tolist()
+    assert offered(target, drafter, inputs, cache=cache) == fresh  # the context reaches back to the first turn
     assert cache.get_seq_length() == full.shape[1] + NEW - 1
     assert not [w for w in recwarn if "earlier turn" in str(w.message)]
 
 
 def test_a_third_turn_after_new_ids(recwarn):
-    target = make_target("llama")
+    target = target_of("llama")
     cache, drafter = DynamicCache(config=target.config), make_drafter(initializer_range=0.6)
     full, inputs = turns(target, drafter, "new ids", cache)
     text = plain(target, inputs, max_new_tokens=6, cache=cache, assistant_model=drafter)
     full = torch.cat([full, text[:, inputs["input_ids"].shape[1] :], prompt_ids(length=4, seed=8)], dim=1)
-    out = plain(target, {"input_ids": full}, max_new_tokens=NEW, cache=cache, assistant_model=drafter)
-    assert out.tolist() == plain(target, {"input_ids": full}, max_new_tokens=NEW).tolist()
+    warm = offered(target, drafter, {"input_ids": full}, cache=cache)
+    assert warm == offered(target, drafter, {"input_ids": full})
+    assert warm[0] == plain(target, {"input_ids": full}, max_new_tokens=NEW)[0, -NEW:].tolist()
     assert not [w for w in recwarn if "earlier turn" in str(w.message)]
 
 
@@ -240,12 +317,11 @@ def test_embedded_prompts(family, padding):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
 @pytest.mark.parametrize("chunk", [1, 4, 9, 50])
 def test_prompts_in_chunks(family, chunk):
-    target, ids, drafter = make_target(family), prompt_ids(length=21), make_drafter(initializer_range=0.6)
-    expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter)
-    whole = drafter.last_run
-    out = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter, prefill_chunk_size=chunk)
-    assert out.tolist() == expected.tolist() == plain(target, {"input_ids": ids}, max_new_tokens=NEW).tolist()
-    assert drafter.last_run.accepted == whole.accepted  # the context features of all chunks are there
+    target, drafter = target_of(family), make_drafter(initializer_range=0.6)
+    inputs = {"input_ids": prompt_ids(length=21)}
+    whole = offered(target, drafter, inputs)
+    assert whole[0] == plain(target, inputs, max_new_tokens=NEW)[0, -NEW:].tolist()
+    assert offered(target, drafter, inputs, prefill_chunk_size=chunk) == whole  # with the features of all chunks
 
 
 def test_processors_see_committed_text_only_and_each_length_once():
@@ -335,23 +411,15 @@ def test_a_cache_that_cannot_be_cropped_is_refused():
         )
 
 
-def test_left_padding_leaves_text_and_acceptance_as_they_are():
-    target, ids = make_target("llama"), prompt_ids(length=9)
-    padded = torch.cat([torch.full((1, 4), PAD), ids], dim=1)
-    mask = (torch.arange(13) >= 4).long()[None]
-    drafter = make_drafter()
-    out = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter)
-    run = drafter.last_run
-    out_padded = target.generate(
-        padded,
-        attention_mask=mask,
-        do_sample=False,
-        max_new_tokens=NEW,
-        assistant_model=drafter,
-        pad_token_id=PAD,
-    )
-    assert out_padded[0, 4:].tolist() == out[0].tolist()
-    assert drafter.last_run.accepted == run.accepted and drafter.last_run.target_passes == run.target_passes
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_left_padding_leaves_text_and_drafts_as_they_are(family):
+    target, ids, drafter = target_of(family), prompt_ids(length=9), make_drafter(initializer_range=0.6)
+    padded = {
+        "input_ids": torch.cat([torch.full((1, 4), PAD), ids], dim=1),
+        "attention_mask": (torch.arange(13) >= 4).long()[None],
+    }
+    expected = offered(target, drafter, {"input_ids": ids})
+    assert offered(target, drafter, padded, pad_token_id=PAD) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
@@ -511,14 +579,44 @@ def test_figures_add_up():
     assert make_drafter().last_run is None
 
 
+def test_times_are_those_of_the_parts():
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    drafter = oracle(plain(target, {"input_ids": ids}, max_new_tokens=NEW)[0].tolist(), "sometimes")
+    naps = {"target": 0.02, "drafter": 0.01}
+    for name, model in (("target", target), ("drafter", drafter)):
+        model.register_forward_hook(lambda *_, name=name: time.sleep(naps[name]))
+    started = time.perf_counter()
+    plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=drafter)
+    wall, run = time.perf_counter() - started, drafter.last_run
+    # time.sleep never sleeps less than asked; at most the last cycle goes without a drafter pass
+    assert run.prefill_s >= naps["target"]
+    assert run.verifying_s >= run.cycles * naps["target"]
+    assert run.drafting_s >= (run.cycles - 1) * naps["drafter"]
+    assert run.prefill_s + run.drafting_s + run.verifying_s <= wall
+
+
+@pytest.mark.parametrize("same_special_ids", [True, False])
+def test_a_streamer_in_a_pipeline(same_special_ids, capsys, byte_tokenizer):
+    target, ids = target_of("llama"), prompt_ids(length=9)
+    text = plain(target, {"input_ids": ids}, max_new_tokens=NEW)[0].tolist()
+    # The pipeline compares these ids; where they differ it asks for a tokenizer, which is the target's.
+    special = dict(bos_token_id=BOS, pad_token_id=PAD) if same_special_ids else {}
+    extra = {} if same_special_ids else {"assistant_tokenizer": byte_tokenizer}
+    drafter = oracle(text, "sometimes", **special)
+    chat = pipeline("text-generation", model=target, tokenizer=byte_tokenizer, assistant_model=drafter, **extra)
+    streamer = TextStreamer(byte_tokenizer, skip_prompt=True)
+    out = chat(byte_tokenizer.decode(ids[0]), do_sample=False, max_new_tokens=NEW, streamer=streamer)
+    assert out[0]["generated_text"] == byte_tokenizer.decode(text)
+    assert capsys.readouterr().out.strip() == byte_tokenizer.decode(text[9:])
+    assert drafter.last_run.tokens == NEW and drafter.last_run.tau > 1.5
+
+
 def test_a_useless_drafter_is_named_once(caplog):
     target, ids = make_target("llama"), prompt_ids(length=9)
     text = plain(target, {"input_ids": ids}, max_new_tokens=80)[0].tolist()
     for hit, warnings in (("never", 1), ("always", 0)):
         caplog.clear()
         with caplog.at_level("WARNING"):
-            import transformers
-
             transformers.utils.logging.enable_propagation()
             plain(target, {"input_ids": ids}, max_new_tokens=80, assistant_model=oracle(text, hit))
             transformers.utils.logging.disable_propagation()
