@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import math
+import sys
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from scipy.stats import binom
 from transformers.generation.streamers import BaseStreamer
 
+import simulated_acceptance
 from dflash_hf.benchmark import Prompt, Sampling, bench, read_prompts
 from dflash_hf.benchmark.efficiency import _kernels, best_kernels, cycle_efficiency
 from dflash_hf.benchmark.probe import peak_memory
@@ -20,7 +22,6 @@ from dflash_hf.benchmark.runner import top2_gap
 from dflash_hf.benchmark.simulation import _rows_in_batch, simulated_drafter
 from dflash_hf.benchmark.statistics import acceptance_for_tau, expected_tau, ratio_of_medians
 from drafters import BLOCK, make_drafter, oracle
-from simulated_acceptance import random_target
 from targets import PAD, VOCAB, make_target, prompt_ids
 
 NEW, LENGTH = 24, 9
@@ -43,7 +44,7 @@ def counting_target(vocab=32):
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return random_target(5, "cpu", torch.float32, **sizes)
+        return simulated_acceptance.random_target(5, "cpu", torch.float32, **sizes)
 
 
 # -- cycles --
@@ -287,6 +288,21 @@ def test_simulated_luck_is_the_same_in_a_batch():
     )
     for figure in ("tau", "offered_by_position", "acceptance_by_position", "texts"):
         assert alone[figure] == together[figure]
+
+
+def test_the_example_gives_a_row_for_each_batch_size_and_method(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(simulated_acceptance, "load", lambda name: (make_target("llama"), make_drafter(), None))
+    options = ["--taus", "1", "4", "--batch-sizes", "1", "2", "--limit", "2", "--max-new-tokens", "8"]
+    monkeypatch.setattr(sys, "argv", ["simulated_acceptance.py", "smollm2", *options, "--out", str(out)])
+    simulated_acceptance.main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[:2] for row in rows[1:]] == [
+        [f"| {size}", method] for size in (1, 2) for method in ("constant", "adaptive")
+    ]
+    # 7 tokens after the first: seven cycles of one, or cycles of 4 and 3.
+    assert all("(1.00)" in row and "(3.50)" in row for row in rows[1:] if "constant" in row)
+    assert set(json.loads(out.read_text())) == {"1", "2"}
 
 
 def test_a_simulated_drafter_shares_weights_and_shows_calibrated_confidence():
