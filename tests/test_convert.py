@@ -294,6 +294,21 @@ FOREIGN = {  # changes to a folder of speculators, damage to it, message
     "cut weights": ({}, cut("model.safetensors", 5000), "model.safetensors cannot be read"),
     "cut config": ({}, cut("config.json", 50), "not valid JSON"),
     "pickles only": ({}, pickled, "pytorch_model.bin may run code"),
+    "wrong kind of size": ({"layer__hidden_size": "wide"}, None, "config.json holds a value of the wrong kind"),
+    "wrong kind of list": ({"speculators_config": "x"}, None, "config.json holds a value of the wrong kind"),
+    "index": ({}, lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map, got None"),
+    "shards": (
+        {},
+        lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+        "has no b.safetensors",
+    ),
+    "mask embedding": ({}, lambda folder: (folder / "mask_embedding.pt").write_bytes(b"junk"), "cannot be read"),
+    "a language model": (
+        {},
+        lambda folder: (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}'),
+        "expected a DFlash drafter, .* holds a model of the class LlamaForCausalLM",
+    ),
+    "a list": ({}, lambda folder: (folder / "config.json").write_text("[]"), "must hold an object, got a list"),
     "no config": ({}, lambda folder: (folder / "config.json").unlink(), "has no config.json"),
 }  # fmt: skip
 

@@ -3,11 +3,14 @@
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig
 
@@ -86,14 +89,19 @@ def read(source: str | os.PathLike) -> Checkpoint:
     generation_config = GenerationConfig()
     if (folder / "generation_config.json").is_file():
         generation_config = GenerationConfig(**_read_json(folder / "generation_config.json"))
-    if "speculators_model_type" in raw or "transformer_layer_config" in raw:
-        layout, (config, drafts, notes) = "speculators", speculators.read_config(raw)
-        if drafts is not None:
-            generation_config.num_assistant_tokens = drafts
-    else:
-        if raw.get("model_type") == "muse_glimmer_assistant":
+    kinds = raw.get("architectures") or ["DFlashDraftModel"]
+    notes: list[str] = []
+    with _as_value_error(folder / "config.json"):
+        if "speculators_model_type" in raw or "transformer_layer_config" in raw:
+            layout, (config, drafts, notes) = "speculators", speculators.read_config(raw)
+            if drafts is not None:
+                generation_config.num_assistant_tokens = drafts
+        elif raw.get("model_type") == "muse_glimmer_assistant":
             raise ValueError("This is a Muse Glimmer assistant, which transformers loads and runs by itself.")
-        layout, config, notes = "z-lab", DFlashConfig.from_dict(raw), []
+        elif "dflash_config" not in raw and not any("DFlash" in str(kind) for kind in kinds):
+            raise ValueError(f"Expected a DFlash drafter, {folder} holds a model of the class {', '.join(kinds)}.")
+        else:
+            layout, config = "z-lab", DFlashConfig.from_dict(raw)
     files, shapes = _list_tensors(folder)
     if config.dtype is None and "fc.weight" in files:
         with safe_open(files["fc.weight"], framework="pt") as tensors:
@@ -111,8 +119,23 @@ def read(source: str | os.PathLike) -> Checkpoint:
         target_architectures=getattr(config, "target_architectures", None) or [],
         notes=notes,
     )
-    _account(checkpoint)
+    with _as_value_error(folder / "config.json"):
+        _account(checkpoint)
+    if checkpoint.mask_embedding is not None:
+        try:
+            torch.load(checkpoint.mask_embedding, map_location="cpu", weights_only=True)
+        except Exception as error:  # of many kinds, by what is wrong with the file
+            raise ValueError(f"{checkpoint.mask_embedding} cannot be read ({error}); it is damaged.") from None
     return checkpoint
+
+
+@contextmanager
+def _as_value_error(path: Path) -> Iterator[None]:
+    """What a value of the wrong kind makes of the code that expects another, said of the file that holds it."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"{path} holds a value of the wrong kind or lacks one: {error}.") from error
 
 
 def _account(checkpoint: Checkpoint) -> None:
@@ -193,7 +216,9 @@ def _read_json(path: Path) -> dict:
 
 def _list_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, list[int]]]:
     index = folder / "model.safetensors.index.json"
-    names: dict[str, str] = _read_json(index).get("weight_map", {}) if index.is_file() else {}
+    names = _read_json(index).get("weight_map") if index.is_file() else {}
+    if not isinstance(names, dict):
+        raise ValueError(f"{index} must map tensors to files in weight_map, got {names!r}.")
     paths = [folder / name for name in sorted(set(names.values()))] or [folder / "model.safetensors"]
     files, shapes = {}, {}
     for path in paths:
