@@ -8,11 +8,95 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="DFlash drafters for transformers.")
+_SCHEDULE_HELP = "Drafts a cycle: adaptive or constant; unset: as the drafter says."
 
 
 @app.callback()
 def _commands() -> None:
     """Keep commands as sub-commands while there is only one."""
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What the user says; - reads it from standard input.")],
+    target: Annotated[str, typer.Option(help="Folder or Hub name of the target, or a GGUF file.")],
+    drafter: Annotated[str, typer.Option(help="Folder or Hub name of its drafter.")],
+    raw: Annotated[bool, typer.Option("--raw", help="Go on from PROMPT as it is, without the chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the best token.")] = False,
+    temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="With --sample; 0: off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="With --sample; 1: off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="With --sample.")] = 0,
+    schedule: Annotated[str | None, typer.Option(help=_SCHEDULE_HELP)] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of target and drafter: auto, float32, bfloat16, ...")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object, and nothing while it runs.")] = False,
+) -> None:
+    """Answer PROMPT, accepted drafts shaded, with tokens a second and tau at the end.
+
+    Example: dflash-hf generate "Why is the sky blue?" --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16
+    """
+    from rich.console import Console
+
+    from . import terminal
+
+    with one_line_errors():
+        prompt = sys.stdin.read() if prompt == "-" else prompt
+        if not prompt.strip():
+            raise ValueError("The prompt is empty: expected some text.")
+        options = _generate_options(max_new_tokens, sample, temperature, top_k, top_p, seed)
+        pair = _load_pair(target, drafter, schedule, gguf_file=gguf_file, dtype=dtype, device=device)
+        ids = terminal.encode(pair[2], prompt if raw else [{"role": "user", "content": prompt}])
+        done = terminal.answer(*pair, ids, _silent if as_json else terminal.shaded(Console()), **options)
+    if as_json:
+        typer.echo(done.to_json())
+    else:
+        typer.echo()
+        typer.echo(done, err=True)
+
+
+@app.command()
+def chat(
+    target: Annotated[str, typer.Option(help="Folder or Hub name of the target, or a GGUF file.")],
+    drafter: Annotated[str, typer.Option(help="Folder or Hub name of its drafter.")],
+    system: Annotated[str | None, typer.Option(help="System message; unset: the chat template's own.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 1024,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the best token.")] = False,
+    temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="With --sample; 0: off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="With --sample; 1: off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="With --sample.")] = 0,
+    schedule: Annotated[str | None, typer.Option(help=_SCHEDULE_HELP)] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of target and drafter: auto, float32, bfloat16, ...")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object a turn, and nothing else.")] = False,
+) -> None:
+    """Talk with TARGET, a line a turn. Ctrl-C breaks an answer off, Ctrl-D ends the talk.
+
+    Example: dflash-hf chat --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --sample --temperature 0.6
+    """
+    from rich.console import Console
+
+    from . import terminal
+
+    with one_line_errors():
+        options = _generate_options(max_new_tokens, sample, temperature, top_k, top_p, seed)
+        pair = _load_pair(target, drafter, schedule, gguf_file=gguf_file, dtype=dtype, device=device)
+        talk = terminal.Conversation(*pair, system=system)
+        while (line := _read_line("" if as_json or not sys.stdin.isatty() else "> ")) is not None:
+            if not line.strip():
+                continue
+            try:
+                done = talk.say(line, _silent if as_json else terminal.shaded(Console()), **options)
+            except KeyboardInterrupt:
+                typer.echo("\nBroken off; this turn is forgotten.", err=True)
+                continue
+            typer.echo(done.to_json() if as_json else "")
+            if not as_json:
+                typer.echo(done, err=True)
 
 
 @app.command()
@@ -282,6 +366,39 @@ def push(
     typer.echo(f"{done.url}: {len(done.files)} files" + ("" if out is None else ", nothing uploaded"))
 
 
+def _silent(piece: str, accepted: bool) -> None:
+    """Write nothing."""
+
+
+def _read_line(prompt: str) -> str | None:
+    """A line of standard input; None at its end, and on Ctrl-C before one."""
+    try:
+        return input(prompt)
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+def _generate_options(max_new_tokens: int, sample: bool, temperature: float, top_k: int, top_p: float, seed: int):
+    """For `generate()`; seeds torch."""
+    import torch
+
+    from .benchmark import Sampling
+
+    torch.manual_seed(seed)
+    return {"max_new_tokens": max_new_tokens, **Sampling(sample, temperature, top_k, top_p).options}
+
+
+def _load_pair(target: str, drafter: str, schedule: str | None, **where):
+    """`(target, drafter, tokenizer)` in one dtype on one device; `where` as for `load_target`."""
+    from .checkpoints import load_drafter
+
+    assistant = load_drafter(drafter)  # first: what is wrong with it shows before a large target is there
+    if schedule is not None:
+        assistant.generation_config.num_assistant_tokens_schedule = schedule
+    model, tokenizer = load_target(target, **where)
+    return model, assistant.to(device=model.device, dtype=model.dtype), tokenizer
+
+
 def _list(text: str | None, kind=str) -> list | None:
     """The parts of `a,b,c`; None for None.
 
@@ -312,7 +429,7 @@ def load_target(name: str, *, gguf_file: str | None = None, dtype: str = "auto",
     """Load `(model, tokenizer)` of a target from a folder or the Hub, a GGUF file dequantized.
 
     Args:
-        name: folder or Hub name.
+        name: folder or Hub name; or the path of a GGUF file, in a folder or behind a Hub name.
         gguf_file: the file's name in there; needs the package `gguf`.
         dtype: a torch dtype's name, or "auto" for the one that the weights were saved in (GGUF: float32).
         device: a torch device's name; unset: CUDA where it is there, else the CPU.
@@ -327,6 +444,8 @@ def load_target(name: str, *, gguf_file: str | None = None, dtype: str = "auto",
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     options = {}
+    if gguf_file is None and name.endswith(".gguf"):
+        name, gguf_file = str(Path(name).parent), Path(name).name
     if gguf_file is not None:
         dtype = "float32" if dtype == "auto" else dtype
         # Otherwise the model counts as quantized: it could not be saved.
