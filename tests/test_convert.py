@@ -226,6 +226,17 @@ def test_an_older_folder_of_z_labs(tmp_path):
     )
 
 
+def test_a_checkpoint_trained_elsewhere(shared, tmp_path):
+    source = shared / "drafters" / "smollm2-135m-instruct-dflash-b8"
+    convert(source, tmp_path / "a", to="speculators", target="HuggingFaceTB/SmolLM2-135M-Instruct")
+    convert(tmp_path / "a", tmp_path / "b")
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "b"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)) for name in before)
+    configs = [DFlashDraftModel.from_pretrained(folder).config for folder in (source, tmp_path / "b")]
+    assert meaning(configs[0]) == meaning(configs[1]) and configs[1].num_target_layers == 30
+
+
 # What z-lab's layout can say and speculators' cannot.
 UNHELD = {
     "sinks": ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias"),
