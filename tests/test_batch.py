@@ -253,3 +253,13 @@ def test_ways_of_calling(family):
             mask = torch.cat([mask, mask.new_ones(3, text.shape[1] - mask.shape[1])], dim=1)
         texts.append(text.tolist())
     assert texts[0] == texts[1]
+
+
+def test_a_threshold_that_no_draft_reaches():
+    target, inputs = make_target("llama"), left_padded((9, 4))
+    rows = alone(target, inputs)
+    drafter = batch_oracle(rows, "sometimes", "adaptive")
+    drafter.generation_config.assistant_confidence_threshold = 1.0
+    drafter.compute_logits = lambda hidden, head, vocab_size: hidden.new_zeros(*hidden.shape[:2], vocab_size)
+    ids = target.generate(**inputs, **SETTINGS, assistant_model=drafter)
+    assert without_padding(ids, inputs, rows) == rows and drafter.last_run.drafted_cycles > 0

@@ -115,6 +115,7 @@ class Schedule:
     def wants_draft(self) -> bool:
         """Whether the drafter is to run in this cycle."""
         learnt = self.learnt
+        self._expected = float(self.num_rows)  # of the cycle, unless `length` is asked
         if not learnt.verify_s[0]:
             return False  # a plain step comes first: everything is measured against it
         if learnt.waits > 0:
