@@ -1,0 +1,192 @@
+"""What the doctor measures on: a target's own greedy answers, and the hidden states that it had while giving them.
+
+Answers and hidden states are computed once. How a drafter does on them, under any reading of its config, then takes
+one drafter pass for each answer: a block at every anchor, compared with what the answer says there (teacher forcing).
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+
+from ..training.features import target_features
+from ..training.objective import IGNORE, pack, visibility
+
+LEAST_LOG_LIKELIHOOD = -12.0  # of a token: one that is ruled out altogether must not outweigh all others
+
+
+@dataclass
+class Score:
+    """How a drafter did, by anchor (N of them).
+
+    Attributes:
+        accepted: `[N]` float32, drafts that are right before the first wrong one.
+        likelihood: `[N]` float32, mean log-likelihood of the first two right tokens, in nats. It shows a change long
+            before drafts become right.
+        right: `[K]` float32, how often the draft at each slot was accepted.
+    """
+
+    accepted: torch.Tensor
+    likelihood: torch.Tensor
+    right: torch.Tensor
+
+    @property
+    def tau(self) -> float:
+        """Tokens a cycle commits, were every anchor as likely: accepted drafts and the bonus token."""
+        return 1 + self.accepted.mean().item()
+
+    @property
+    def first(self) -> float:
+        """How often the first draft is right."""
+        return self.right[0].item()
+
+
+@dataclass
+class Evidence:
+    """A target's answers and its hidden states.
+
+    Attributes:
+        target: the model.
+        sequences: token ids of each prompt with its answer, `[S]` long.
+        starts: where each answer starts.
+        anchors: of each sequence.
+        states: of each sequence, `[S, D_t]` after the layers that were asked for so far, by the layer's number.
+    """
+
+    target: torch.nn.Module
+    sequences: list[torch.Tensor]
+    starts: list[int]
+    anchors: list[list[int]] = field(repr=False)
+    states: list[dict[int, torch.Tensor]] = field(repr=False)
+
+    @property
+    def longest(self) -> int:
+        return max(len(ids) for ids in self.sequences)
+
+    def thinned(self, every: int) -> "Evidence":
+        """The same with each `every`-th anchor only."""
+        anchors = [of[n % every :: every] or of[:1] for n, of in enumerate(self.anchors)]
+        return Evidence(self.target, self.sequences, self.starts, anchors, self.states)
+
+    def fresh(self) -> "Evidence":
+        """The same without anchors whose next token has followed that one before.
+
+        Text that repeats itself is easy for any drafter, so it says little where answers are not the same.
+        """
+        anchors = []
+        for ids, of in zip(self.sequences, self.anchors, strict=True):
+            ids = ids.tolist()
+            pairs = list(itertools.pairwise(ids))
+            anchors.append([anchor for anchor in of if pairs[anchor] not in pairs[:anchor]])
+        return Evidence(self.target, self.sequences, self.starts, anchors, self.states)
+
+    def features(self, n: int, layers: list[int]) -> torch.Tensor:
+        """Context features `[S, F * D_t]` of a sequence; the target runs again where a layer is new."""
+        there = self.states[n]
+        if missing := sorted(set(layers) - set(there)):
+            found, _ = target_features(self.target, self.sequences[n][None], missing)
+            there.update(zip(missing, found[0].chunk(len(missing), dim=-1), strict=True))
+        return torch.cat([there[layer] for layer in layers], dim=-1)
+
+
+def gather(
+    target, prompts: list[list[int]], *, num_drafts: int, max_new_tokens: int = 64, anchors: int = 96
+) -> Evidence:
+    """Let a target answer, and choose anchors in its answers.
+
+    Args:
+        target: a causal LM.
+        prompts: token ids.
+        num_drafts: of the drafter's blocks; anchors have as many tokens behind them where the answer is long.
+        max_new_tokens: of an answer, greedy.
+        anchors: how many to spread over all answers.
+
+    Raises:
+        ValueError: no answer has the three tokens that one anchor needs.
+    """
+    sequences, starts = [], []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=target.device)
+        options = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": 0}
+        ids = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        if ids.shape[1] >= len(prompt) + 3:
+            sequences.append(ids[0])
+            starts.append(len(prompt))
+    if not sequences:
+        raise ValueError(
+            "Every answer ended within two tokens, too short to draft anything: pass prompts that are answered at "
+            "length, or a larger max_new_tokens."
+        )
+    each = -(-anchors // len(sequences))
+    spread = [_spread(start, len(ids), num_drafts, each) for start, ids in zip(starts, sequences, strict=True)]
+    return Evidence(target, sequences, starts, spread, [{} for _ in sequences])
+
+
+def _spread(start: int, stop: int, num_drafts: int, count: int) -> list[int]:
+    """At most `count` anchors at even distances, each with `num_drafts` tokens behind it where the answer is long."""
+    end = max(stop - num_drafts, start + 1)
+    count = min(count, end - start)
+    return [start + (end - start) * n // count for n in range(count)]
+
+
+@torch.no_grad()
+def score(drafter, evidence: Evidence) -> Score:
+    """How a drafter does at the anchors of an evidence.
+
+    Args:
+        drafter: one that fits the evidence's target. Its weights are read, and nothing is changed.
+    """
+    table, head = evidence.target.get_input_embeddings(), evidence.target.get_output_embeddings()
+    found = [_states(drafter, evidence, n, table) for n, of in enumerate(evidence.anchors) if of]
+    states = torch.cat([states for states, _ in found])  # [N, K, D]
+    labels = torch.cat([labels for _, labels in found])  # [N, K]
+    N, K = labels.shape
+    accepted = torch.zeros(N)
+    likelihoods = torch.full((N, min(2, K)), float("nan"))
+    right_by_slot = torch.zeros(K)
+    alive = torch.ones(N, dtype=torch.bool)  # every draft so far was right
+    there = (labels != IGNORE).cpu()
+    for slot in range(K):
+        rows = there[:, slot] if slot < 2 else there[:, slot] & alive
+        if not rows.any():
+            break
+        logits = drafter.compute_logits(states[rows.to(states.device), slot][:, None], head, drafter.config.vocab_size)
+        logits = logits[:, 0].float()
+        wanted = labels[rows.to(labels.device), slot].to(logits.device)
+        if slot < 2:
+            likelihood = logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
+            likelihoods[rows, slot] = likelihood.clamp(min=LEAST_LOG_LIKELIHOOD).cpu()
+        right = torch.zeros(N, dtype=torch.bool)
+        right[rows] = (logits.argmax(-1) == wanted).cpu()
+        alive &= right
+        accepted += alive
+        right_by_slot[slot] = (alive.sum() / there[:, slot].sum()).item()
+    return Score(accepted, likelihoods.nanmean(1), right_by_slot)
+
+
+def _states(drafter, evidence: Evidence, n: int, table) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one answer: the states `[n, K, D]` that draft at its anchors, and what they should say `[n, K]`.
+
+    This is the drafter's forward pass with another mask. It is written out because a mask that is handed over counts
+    for all layers alike, and here each layer has its own rule.
+    """
+    config, device = drafter.config, drafter.device
+    ids = evidence.sequences[n].to(device)
+    item = {"ids": ids, "spans": [(evidence.starts[n], len(ids))]}
+    blocks = pack([item], [evidence.anchors[n]], config)
+    features = evidence.features(n, config.target_layer_ids)[None].to(device, drafter.dtype)
+    context = drafter.hidden_norm(drafter.fc(features))
+    block = drafter.embed_block(blocks.block_ids, table)
+    visible = {}
+
+    def masks(causal: bool, window: int | None, num_keys: int) -> torch.Tensor:
+        if (causal, window) not in visible:
+            mask = visibility(blocks.visible, config.block_size, 0, len(ids), causal=causal, window=window)
+            visible[causal, window] = mask[None, None]
+        return visible[causal, window]
+
+    position_embeddings = drafter.rotary_emb(block, blocks.position_ids)
+    for layer in drafter.layers:
+        block = layer(block, context=context, position_embeddings=position_embeddings, masks=masks, cache=None)
+    states = drafter.norm(block).view(-1, config.block_size, block.shape[-1])
+    return states[:, config.block_size - config.num_drafts :], blocks.labels

@@ -1,0 +1,59 @@
+"""Other ways of writing a prompt than the target's chat template does, for a drafter that was trained with one."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+# The three that most open models use, each with the token that a vocabulary has if it knows them.
+_WELL_KNOWN = {
+    "ChatML": ("<|im_start|>", "<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"),
+    "Llama 3": (
+        "<|start_header_id|>",
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{text}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "Gemma": ("<start_of_turn>", "<bos><start_of_turn>user\n{text}<end_of_turn>\n<start_of_turn>model\n"),
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way of writing a prompt: `kind` and what it `says` as of a fault, and `encode` from a text to token ids."""
+
+    kind: str
+    says: str
+    encode: Callable[[str], list[int]]
+
+
+def other_formats(tokenizer) -> Iterator[Format]:
+    """Thinking on and off where the template knows it, no template, and well-known ones whose tokens are there."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = " ".join(template.values())
+
+    def chat(text: str, **options) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        options |= {"add_generation_prompt": True, "return_dict": True}
+        return tokenizer.apply_chat_template(messages, **options)["input_ids"]
+
+    if template and "enable_thinking" in template:
+        for thinking in (False, True):
+            yield Format(
+                "thinking mode",
+                f"prompts were written in the template's default mode, try enable_thinking={thinking}",
+                lambda text, thinking=thinking: chat(text, enable_thinking=thinking),
+            )
+    vocabulary = tokenizer.get_vocab()
+    for name, (token, form) in _WELL_KNOWN.items():
+        if token in vocabulary:
+            yield Format(
+                "chat template",
+                f"prompts were written {'in the chat template' if template else 'as bare text'} of the tokenizer, try "
+                f"the bare template of {name}",
+                lambda text, form=form: tokenizer(form.replace("{text}", text), add_special_tokens=False)["input_ids"],
+            )
+    if template:
+        yield Format(
+            "chat template",
+            "prompts were written in the tokenizer's chat template, try bare text",
+            lambda text: tokenizer(text)["input_ids"],
+        )
