@@ -366,6 +366,52 @@ def push(
     typer.echo(f"{done.url}: {len(done.files)} files" + ("" if out is None else ", nothing uploaded"))
 
 
+@app.command()
+def check(
+    target: Annotated[str, typer.Argument(help="Folder or Hub name of the target.")],
+    drafter: Annotated[str, typer.Argument(help="Folder or Hub name of the drafter.")],
+    prompts: Annotated[str | None, typer.Option(help="JSONL file as for `bench`; unset: eight built in.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file of everything that was found.")] = None,
+    other_target: Annotated[list[str] | None, typer.Option(help="Try this target too; may be repeated.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, ...")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Of every prompt.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Rounds of the comparison with plain decoding.")] = 1,
+) -> None:
+    """Find out whether DRAFTER works with TARGET, and if it does not help, which known mistake explains it.
+
+    Exit code: 0 healthy, 1 could not be checked, 3 does not load or fit, 4 other text than the target's own,
+    5 a mistake was found, 6 low acceptance without a known mistake, 7 slower than plain decoding here.
+
+    Example: dflash-hf check Qwen/Qwen3-8B z-lab/Qwen3-8B-DFlash-b16
+    """
+    from .benchmark import read_prompts
+    from .doctor import PROMPTS, diagnose
+
+    with one_line_errors():
+        if out is not None and not out.parent.is_dir():
+            raise FileNotFoundError(f"There is no folder {out.parent} to write {out.name} to; make it first.")
+        chosen = PROMPTS[:limit] if prompts is None else read_prompts(prompts, limit=limit)[0]
+        model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
+        others = {name: load_target(name, dtype=dtype, device=device)[0] for name in other_target or ()}
+        found = diagnose(
+            model,
+            drafter,
+            chosen,
+            tokenizer=tokenizer,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            other_targets=others,
+            progress=True,
+        )
+        if out is not None:
+            found.save(out)
+    found.print()
+    raise typer.Exit(found.exit_code)
+
+
 def _silent(piece: str, accepted: bool) -> None:
     """Write nothing."""
 
