@@ -225,6 +225,7 @@ def decode(
     together = num_rows > 1 and _why_not_row_by_row(logits_processor, stopping_criteria, generation_config, streamer)
     if together:
         warnings.warn(f"Decoding {num_rows} sequences without the drafter: {together}.", stacklevel=4)
+        record(drafter, DFlashRun(rows=num_rows))  # so that nobody takes an earlier call's figures for this one's
         return target._sample(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer, **model_kwargs
         )

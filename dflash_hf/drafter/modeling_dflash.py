@@ -187,7 +187,7 @@ def _refuse_other_kinds(config: DFlashConfig) -> None:
     if getattr(config, "speculators_model_type", None) is not None:
         raise ValueError(
             "This checkpoint is in the speculators layout (speculators_model_type="
-            f"{config.speculators_model_type!r}), which is not read yet; use one in z-lab's layout."
+            f"{config.speculators_model_type!r}), which is not read here: `dflash-hf convert` writes it in z-lab's."
         )
     if config.option("attention_value_scale", 1.0) != 1.0:
         raise ValueError(
@@ -659,7 +659,10 @@ class DFlashDraftModel(PreTrainedModel):
                 )
         _refuse_odd_own_tensors(model)
         if (file := find("mask_embedding.pt")) is not None:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
+            try:
+                saved = torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:
+                raise ValueError(f"{file} cannot be read as tensors ({error}); fetch it again.") from error
             embedding = saved["embedding"] if isinstance(saved, dict) else saved
             mask_id = saved.get("mask_token_id") if isinstance(saved, dict) else None
             if embedding.numel() != config.hidden_size or mask_id not in (None, config.mask_token_id):

@@ -38,11 +38,14 @@ class Measurements:
             known = False
         if not known:
             raise ValueError(f"{path} is not a report of this version's `dflash-hf bench --out`; measure again.")
-        # Simulated drafts say nothing about this drafter; "constant" is what generate() does by itself.
+        # Simulated drafts say nothing about this drafter. Tau is of full blocks, so that drafters compare; the speed
+        # is that of what generate() does by itself: adaptive when greedy.
         self.methods = [name for name in self.report["summary"] if "tau=" not in name]
         self.method = next((name for name in self.methods if name.split()[0] == "constant"), None)
         if self.method is None:
-            raise ValueError(f"{path} has no run of the method `constant`, which is what a user of the drafter gets.")
+            raise ValueError(f"{path} has no run of the method `constant`, which tau is counted on.")
+        greedy = not self.report["settings"]["sampling"]["do_sample"]
+        self.default = "adaptive" if greedy and "adaptive" in self.methods else self.method
 
     @property
     def prompts(self) -> str:
@@ -63,7 +66,7 @@ class Measurements:
             return []
 
     def eval_results(self) -> list[EvalResult]:
-        """Tau and speed-up of the method `constant`, over all prompts and by category, for the Hub's model-index."""
+        """Tau of full blocks and speed-up of the default method, over all prompts and by category (model-index)."""
         groups = {"": self.report["summary"], **self.report.get("by_category", {})}
         results = []
         for category, summary in groups.items():
@@ -71,7 +74,8 @@ class Measurements:
             if row is None or (category and len(groups) == 2):  # a single category is all there is
                 continue
             values = [("tau", "tokens committed per cycle (tau)", row["tau"])]
-            values.append(("speedup", "tokens/s over plain generate()", (row["ratio"] or {}).get("value")))
+            ratio = (summary.get(self.default) or row)["ratio"]
+            values.append(("speedup", "tokens/s over plain generate()", (ratio or {}).get("value")))
             results += [
                 EvalResult(
                     task_type="text-generation",

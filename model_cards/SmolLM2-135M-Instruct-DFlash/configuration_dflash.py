@@ -2,7 +2,18 @@
 
 from typing import Any
 
-from transformers.configuration_utils import PreTrainedConfig
+import transformers
+from packaging.version import Version
+
+# AutoConfig imports this file alone, and everything else of the drafter imports it first.
+MINIMUM_TRANSFORMERS = "5.24"
+if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
+    raise ImportError(
+        f"DFlash drafters need transformers >= {MINIMUM_TRANSFORMERS}, found {transformers.__version__}: "
+        f'pip install -U "transformers>={MINIMUM_TRANSFORMERS}"'
+    )
+
+from transformers.configuration_utils import PreTrainedConfig  # noqa: E402  (after the version check)
 
 # What `AutoX.from_pretrained(folder, trust_remote_code=True)` resolves to. AutoModelForCausalLM is named too because
 # `model_type: "qwen3"` would otherwise build a Qwen3ForCausalLM with random weights from the folder, without a word.
@@ -11,6 +22,25 @@ AUTO_MAP = {
     "AutoModel": "modeling_dflash.DFlashDraftModel",
     "AutoModelForCausalLM": "modeling_dflash.DFlashDraftModel",
 }
+
+# Every entry of `dflash_config` that means something here, if only a refusal.
+OPTIONS = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "target_hidden_size",
+    "causal",
+    "use_swa",
+    "swa_window_size",
+    "attention_sink_bias",
+    "add_swa_attention_sink_bias",
+    "attention_value_scale",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "sample_from_anchor",
+    "selector_rank",
+)
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:

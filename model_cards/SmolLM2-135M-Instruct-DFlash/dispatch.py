@@ -5,24 +5,16 @@ Three methods of `GenerationMixin` are wrapped once per process. The wrappers lo
 registers under its module name; when the last one leaves, transformers is exactly as it was.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 
-import transformers
-from packaging.version import Version
-
-MINIMUM_TRANSFORMERS = "5.24"
-if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
-    raise ImportError(
-        f"DFlash drafters need transformers >= {MINIMUM_TRANSFORMERS}, found {transformers.__version__}: "
-        f'pip install -U "transformers>={MINIMUM_TRANSFORMERS}"'
-    )
-
-from transformers.generation.configuration_utils import GenerationMode  # noqa: E402  (after the version check)
-from transformers.generation.utils import GenerationMixin  # noqa: E402
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerationMixin
 
 PROTOCOL = 1  # of the handlers below; a newer copy replaces an older copy's handlers
 _STATE = "_dflash_hook"
+NOT_FOR_DECODE = ("synced_gpus", "inputs_tensor", "tokenizer", "assistant_tokenizer")  # of transformers' loop
 
 
 def _is_drafter(assistant_model, generation_config) -> bool:
@@ -46,9 +38,13 @@ def _validate(original: Callable, target, generation_mode, generation_config, ge
             "leave out them (num_beams, penalty_alpha, ...) or assistant_model."
         )
     drafter.check_target(target, generation_config, generation_mode_kwargs)
+    if target._is_stateful:
+        return None  # which transformers' loop could not serve; check_target knows which ones ours can
     # transformers compares vocabularies and tokenizers of two language models; check_target has done so already.
     others = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
-    return original(target, generation_mode, generation_config, others)
+    one = copy.copy(generation_config)
+    one.num_return_sequences = 1  # our loop serves several, transformers' does not
+    return original(target, generation_mode, one, others)
 
 
 def _candidate_generator(original: Callable, target, generation_config, *args, assistant_model=None, **kwargs):
@@ -68,8 +64,6 @@ def _assisted_decoding(original: Callable, target, input_ids, *args, assistant_m
     # Ensemble verification (not lossless, the user's choice) and lockstep over several processes stay transformers'.
     if not ours or kwargs.get("synced_gpus") or generation_config.assistant_ensemble_weight is not None:
         return original(target, input_ids, *args, assistant_model=assistant_model, **kwargs)
-    for name in ("synced_gpus", "inputs_tensor", "tokenizer", "assistant_tokenizer"):
-        kwargs.pop(name, None)
     return assistant_model.decode(target, input_ids, **kwargs)
 
 

@@ -4,18 +4,21 @@ Shapes: B sequences, S new context positions, L tokens in the block, D the draft
 F context features a position, V the target's vocabulary.
 """
 
-from .dispatch import PROTOCOL, install  # isort: skip  (first: it refuses a transformers that is too old)
+from .configuration_dflash import OPTIONS, DFlashConfig  # isort: skip  (first: refuses a transformers that is too old)
 
+import functools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, _add_variant
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -25,11 +28,15 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file, logging
 
 from .candidates import DFlashCandidateGenerator, DFlashRun, last_run
-from .configuration_dflash import DFlashConfig
+from .configuration_dflash import default_target_layer_ids
 from .decoding import decode
+from .dispatch import NOT_FOR_DECODE, PROTOCOL, install
+from .passes import REPLAYED
+
+logger = logging.get_logger(__name__)
 
 # Tensors that a checkpoint may or may not ship; config.json does not say which, the file does.
 _OWN_TENSORS = ("embed_tokens.weight", "lm_head.weight", "d2t")
@@ -47,21 +54,24 @@ def block_mask(
     causal: bool,
     window: int | None,
     padding_mask: torch.Tensor | None,
+    num_filled: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Who sees whom: bool `[B, 1, L, num_keys]`, or None where everything is visible.
 
     A query at position p sees keys at k > p - window, not beyond itself if causal, and k < p + window if not. Keys are
-    the `num_keys` consecutive positions that end at the block's last one.
+    consecutive positions; a row's last one is the block's last one, and what lies behind it is not looked at.
 
     Args:
         query_positions: `[B, L]` long.
         padding_mask: `[B, num_keys]`, nonzero where there is a key.
+        num_filled: `[B]` long, how many keys a row has; None where all rows have all `num_keys`.
     """
-    if not causal and window is None and padding_mask is None:
+    if not causal and window is None and padding_mask is None and num_filled is None:
         return None
     q = query_positions[:, :, None]  # [B, L, 1]
-    k = query_positions[:, -1:] + torch.arange(1 - num_keys, 1, device=q.device)  # [B, num_keys]
-    k = k[:, None, :]
+    slots = torch.arange(num_keys, device=q.device)
+    ends = num_keys if num_filled is None else num_filled[:, None]
+    k = (query_positions[:, -1:] + 1 - ends + slots)[:, None, :]  # [B, 1, num_keys]
     visible = torch.ones(1, 1, 1, dtype=torch.bool, device=q.device)
     if causal:
         visible = visible & (k <= q)
@@ -69,6 +79,8 @@ def block_mask(
         visible = visible & (k > q - window)
         if not causal:
             visible = visible & (k < q + window)
+    if num_filled is not None:
+        visible = visible & (slots < ends)[:, None]
     if padding_mask is not None:
         visible = visible & padding_mask[:, None, -num_keys:].bool()
     return visible.expand(q.shape[0], q.shape[1], num_keys)[:, None]
@@ -106,8 +118,7 @@ class DFlashAttention(nn.Module):
         hidden_states: torch.Tensor,  # [B, L, D] the block
         context: torch.Tensor,  # [B, S, D] the context features
         position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos, sin [B, S + L, head_dim]
-        query_positions: torch.Tensor,  # [B, L]
-        attention_mask: torch.Tensor | None,
+        masks: Callable[[bool, int | None, int], torch.Tensor | None],  # (causal, window, number of keys) -> mask
         cache,
     ) -> torch.Tensor:
         B, L = hidden_states.shape[:2]
@@ -124,15 +135,7 @@ class DFlashAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
 
-        mask = attention_mask
-        if mask is None or mask.dim() == 2:
-            mask = block_mask(
-                query_positions,
-                k.shape[2],
-                causal=self.causal,
-                window=self.window,
-                padding_mask=attention_mask,
-            )
+        mask = masks(self.causal, self.window, k.shape[2])
         implementation = self.config._attn_implementation
         if "flash" in implementation and (mask is not None or self.attention_sink_bias is not None):
             raise ValueError(
@@ -184,7 +187,7 @@ def _refuse_other_kinds(config: DFlashConfig) -> None:
     if getattr(config, "speculators_model_type", None) is not None:
         raise ValueError(
             "This checkpoint is in the speculators layout (speculators_model_type="
-            f"{config.speculators_model_type!r}), which is not read yet; use one in z-lab's layout."
+            f"{config.speculators_model_type!r}), which is not read here: `dflash-hf convert` writes it in z-lab's."
         )
     if config.option("attention_value_scale", 1.0) != 1.0:
         raise ValueError(
@@ -200,6 +203,14 @@ def _refuse_other_kinds(config: DFlashConfig) -> None:
         raise ValueError(
             "config.json names neither `dflash_config.target_layer_ids` nor `num_target_layers`; without one of them "
             "the target layers that feed the drafter are unknown."
+        )
+
+
+def _warn_of_unknown_options(config: DFlashConfig) -> None:
+    if unknown := sorted(set(config.dflash_config) - set(OPTIONS)):
+        logger.warning(
+            f"config.json: nothing here reads these entries of dflash_config: {', '.join(unknown)}. If one of them is "
+            f"misspelt, drafts are worse without an error; known are {', '.join(OPTIONS)}."
         )
 
 
@@ -258,7 +269,13 @@ class DFlashDraftModel(PreTrainedModel):
 
     `drafter.generation_config` holds the knobs: `num_assistant_tokens` (fewer drafts than the block; unset: all) and
     `assistant_confidence_threshold` (offer no slot where the drafter's top probability is lower, nor any behind it;
-    unset: no threshold). After a generate call `drafter.last_run` says what happened.
+    unset: no threshold), `num_assistant_tokens_schedule` ("constant": always as many; "adaptive": as many as bring the
+    most tokens a second; unset: adaptive where the clock may decide, i.e. not under rejection sampling) and
+    `assistant_sampling` ("rejection", or "coupled": noise that drafter and target share). After a generate call
+    `drafter.last_run` says what happened.
+
+    On the CPU a repacked copy of the target's LM head (as large as the head in float32) makes passes over a few rows
+    faster; `drafter.pack_head = False` does without.
 
     Example:
         >>> drafter = DFlashDraftModel.from_pretrained("model_cards/SmolLM2-135M-Instruct-DFlash")  # doctest: +SKIP
@@ -275,6 +292,7 @@ class DFlashDraftModel(PreTrainedModel):
     _supports_attention_backend = True
     _keys_to_ignore_on_load_unexpected = [r"^t2d$"]  # noqa: RUF012  (d2t says the same)
     dflash_protocol = PROTOCOL
+    pack_head = True
 
     def __init__(self, config: DFlashConfig, own_tensors: dict[str, list[int]] | None = None):
         """Build a drafter with fresh weights.
@@ -290,6 +308,7 @@ class DFlashDraftModel(PreTrainedModel):
         super().__init__(config)
         _refuse_other_kinds(config)
         _refuse_odd_values(config)
+        _warn_of_unknown_options(config)
         own = own_tensors or {}
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -337,11 +356,24 @@ class DFlashDraftModel(PreTrainedModel):
             past = 0 if cache is None else cache.get_seq_length()
             new = context.shape[1] + block.shape[1]
             position_ids = torch.arange(past, past + new, device=block.device)[None].expand(block.shape[0], -1)
+
+        @functools.cache  # layers of the same kind share one mask
+        def masks(causal: bool, window: int | None, num_keys: int) -> torch.Tensor | None:
+            if attention_mask is not None and attention_mask.dim() == 4:
+                return attention_mask
+            return block_mask(
+                position_ids[:, -block.shape[1] :],
+                num_keys,
+                causal=causal,
+                window=window,
+                padding_mask=attention_mask,
+                num_filled=getattr(cache, "num_filled", None),
+            )
+
         inputs = {
             "context": context,
             "position_embeddings": self.rotary_emb(block, position_ids),
-            "query_positions": position_ids[:, -block.shape[1] :],
-            "attention_mask": attention_mask,
+            "masks": masks,
             "cache": cache,
         }
         for layer in self.layers:
@@ -424,6 +456,11 @@ class DFlashDraftModel(PreTrainedModel):
                 f"The drafter reads target layers {config.target_layer_ids}, the target has layers 0 to "
                 f"{text.num_hidden_layers - 1}; use the drafter of this target."
             )
+        if target._is_stateful and target.config.model_type not in REPLAYED:
+            raise ValueError(
+                f"{type(target).__name__} keeps a recurrent state that rejected drafts cannot be taken out of; of "
+                f"such targets DFlash drafters serve {', '.join(REPLAYED)}. Call generate() without assistant_model."
+            )
         borrows = [
             name for name, own in (("embedding table", self.embed_tokens), ("LM head", self.lm_head)) if own is None
         ]
@@ -436,11 +473,6 @@ class DFlashDraftModel(PreTrainedModel):
             raise ValueError(
                 f"The drafter borrows the target's LM head: {type(target).__name__}.get_output_embeddings() is None."
             )
-        if generation_config is not None and generation_config.num_return_sequences > 1:
-            raise ValueError(
-                f"num_return_sequences must be 1 with a DFlash drafter, got {generation_config.num_return_sequences}; "
-                "call generate() once for each sequence."
-            )
         if generation_config is not None and generation_config.guidance_scale not in (None, 1, 1.0):
             raise ValueError(
                 f"guidance_scale={generation_config.guidance_scale} runs the target a second time in a cache of its "
@@ -451,7 +483,9 @@ class DFlashDraftModel(PreTrainedModel):
                 "use_cache=False: a DFlash drafter needs the target's cache; pass use_cache=True, or call generate() "
                 "without assistant_model."
             )
-        if "assistant_tokenizer" in (generation_kwargs or {}):
+        tokenizers = generation_kwargs or {}
+        # A pipeline asks for one where special ids differ; the target's own changes nothing.
+        if tokenizers.get("assistant_tokenizer") not in (None, tokenizers.get("tokenizer")):
             raise ValueError("A DFlash drafter uses the target's tokenizer: leave out `assistant_tokenizer`.")
 
     def candidate_generator(self, target, **kwargs) -> DFlashCandidateGenerator:
@@ -459,8 +493,20 @@ class DFlashDraftModel(PreTrainedModel):
         return DFlashCandidateGenerator(self, target, **kwargs)
 
     def decode(self, target, input_ids, **kwargs):
-        """The decode loop for one generate call on `target`; see `decoding.decode`."""
+        """The decode loop for one generate call on `target`; see `decoding.decode`.
+
+        `generate(assistant_model=drafter)` comes here by itself, `generate(custom_generate=drafter.decode)` by hand.
+        """
+        kwargs = {name: value for name, value in kwargs.items() if name not in NOT_FOR_DECODE}
         return decode(target, input_ids, self, **kwargs)
+
+    def assisted_decoding(self, target, input_ids, **kwargs):
+        """transformers' own loop with this drafter's drafts: `generate(custom_generate=drafter.assisted_decoding)`.
+
+        For comparison: it serves one sequence, and the same number of drafts every cycle.
+        """
+        loop = GenerationMixin._assisted_decoding
+        return getattr(loop, "__wrapped__", loop)(target, input_ids, assistant_model=self, **kwargs)
 
     @property
     def last_run(self) -> DFlashRun | None:
@@ -477,6 +523,72 @@ class DFlashDraftModel(PreTrainedModel):
             )
         return super().__getattr__(name)
 
+    # -- making one --
+
+    @classmethod
+    def for_target(
+        cls,
+        target: PreTrainedModel,
+        num_layers: int = 5,
+        block_size: int = 16,
+        *,
+        num_features: int = 5,
+        mask_token_id: int | None = None,
+        tokenizer=None,
+        **overrides,
+    ) -> "DFlashDraftModel":
+        """Make an untrained drafter that fits a target: its width, heads, RoPE base and vocabulary (paper, section 4).
+
+        Args:
+            target: a decoder-only model.
+            num_layers: decoder layers of the drafter.
+            block_size: tokens in a block, the anchor included.
+            num_features: target layers to read, spread from the second to the third-to-last.
+            mask_token_id: an id that no text holds. Unset: chosen, and said in the log; with a tokenizer an id that it
+                does not use or a special token that its chat template does not name, else the last id of the table.
+            tokenizer: the target's.
+            overrides: any other option of `DFlashConfig`, such as `intermediate_size` or `target_layer_ids`.
+
+        Returns:
+            A drafter in float32 on the target's device. Seed torch before to get the same weights again.
+
+        Raises:
+            ValueError: the target is an encoder-decoder, or no unused id was found.
+
+        Example:
+            >>> drafter = DFlashDraftModel.for_target(target, num_layers=3, block_size=8)          # doctest: +SKIP
+        """
+        text = target.config.get_text_config()
+        if target.config.is_encoder_decoder:
+            raise ValueError(
+                f"DFlash drafters serve decoder-only targets; {type(target).__name__} is an encoder-decoder."
+            )
+        if mask_token_id is None:
+            mask_token_id = _unused_token_id(text, tokenizer)
+        rope = getattr(text, "rope_parameters", None) or {}
+        theta = rope.get("rope_theta") or rope.get("full_attention", {}).get("rope_theta") or 10000.0
+        spread = default_target_layer_ids(text.num_hidden_layers, num_features)  # few layers: ids that come twice
+        settings = {
+            "vocab_size": text.vocab_size,
+            "hidden_size": text.hidden_size,
+            "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": text.num_attention_heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None),
+            "head_dim": getattr(text, "head_dim", None),
+            "max_position_embeddings": getattr(text, "max_position_embeddings", 40960),
+            "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            "num_target_layers": text.num_hidden_layers,
+            "target_layer_ids": [i for i in range(text.num_hidden_layers) if i in spread],
+            "block_size": block_size,
+            "mask_token_id": mask_token_id,
+            "bos_token_id": text.bos_token_id,
+            "eos_token_id": text.eos_token_id,
+            "pad_token_id": text.pad_token_id,
+        }
+        return cls(DFlashConfig(**settings | overrides)).to(device=target.device, dtype=torch.float32)
+
     # -- embeddings that are usually borrowed --
 
     def get_input_embeddings(self) -> nn.Embedding | None:
@@ -492,7 +604,8 @@ class DFlashDraftModel(PreTrainedModel):
         """Load a drafter in z-lab's layout from a folder or the Hub; arguments as in transformers.
 
         Raises:
-            ValueError: the checkpoint is of another kind, or misses tensors or has tensors of unknown use (named).
+            ValueError: the checkpoint is of another kind, a file of it is damaged (named), or it misses tensors or has
+                tensors of unknown use (named).
         """
         hub = {key: kwargs[key] for key in ("cache_dir", "force_download", "local_files_only", "token", "revision",
                                             "subfolder") if key in kwargs}  # fmt: skip
@@ -546,7 +659,10 @@ class DFlashDraftModel(PreTrainedModel):
                 )
         _refuse_odd_own_tensors(model)
         if (file := find("mask_embedding.pt")) is not None:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
+            try:
+                saved = torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:
+                raise ValueError(f"{file} cannot be read as tensors ({error}); fetch it again.") from error
             embedding = saved["embedding"] if isinstance(saved, dict) else saved
             mask_id = saved.get("mask_token_id") if isinstance(saved, dict) else None
             if embedding.numel() != config.hidden_size or mask_id not in (None, config.mask_token_id):
@@ -582,6 +698,25 @@ class DFlashDraftModel(PreTrainedModel):
         super().save_pretrained(save_directory, **kwargs)
 
 
+def _unused_token_id(text: PreTrainedConfig, tokenizer) -> int:
+    """An id that stands in no text, for the mask token."""
+    taken = set()
+    for ids in (text.bos_token_id, text.eos_token_id, text.pad_token_id):
+        taken.update(ids if isinstance(ids, list) else [ids])
+    candidates = [text.vocab_size - 1]
+    if tokenizer is not None:
+        template = tokenizer.chat_template or ""
+        taken.update(tokenizer.convert_tokens_to_ids([str(token) for token in tokenizer.special_tokens_map.values()]))
+        special = [(i, t) for i, t in tokenizer.added_tokens_decoder.items() if t.special]
+        candidates = [*range(len(tokenizer), text.vocab_size), *(i for i, t in special if t.content not in template)]
+    found = next((i for i in candidates if i not in taken), None)
+    if found is None:
+        raise ValueError("Found no id that is free to be the mask token: pass mask_token_id, one that no text holds.")
+    named = "" if tokenizer is None else f" ({tokenizer.convert_ids_to_tokens(found)!r})"
+    logger.warning(f"The drafter's mask token is {found}{named}; pass mask_token_id if texts can hold it.")
+    return found
+
+
 def _refuse_odd_own_tensors(model: DFlashDraftModel) -> None:
     vocab_size = model.config.vocab_size
     rows = vocab_size if model.lm_head is None else model.lm_head.out_features
@@ -603,16 +738,17 @@ def _refuse_odd_own_tensors(model: DFlashDraftModel) -> None:
 def _own_tensor_shapes(find, variant: str | None) -> dict[str, list[int]]:
     """Shapes of the optional tensors that a checkpoint ships, read off its safetensors headers."""
     if (index := find(_add_variant("model.safetensors.index.json", variant))) is not None:
-        weight_map = json.loads(Path(index).read_text())["weight_map"]
-        files = {name: find(weight_map[name]) for name in _OWN_TENSORS if name in weight_map}
+        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
     else:
-        file = find(_add_variant("model.safetensors", variant))
-        files = dict.fromkeys(_OWN_TENSORS, file) if file is not None else {}
+        names = [_add_variant("model.safetensors", variant)]
     shapes = {}
-    for name, file in files.items():
-        with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118  (safe_open has no __contains__)
-                shapes[name] = list(tensors.get_slice(name).get_shape())
+    for file in filter(None, map(find, names)):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in set(_OWN_TENSORS) & set(tensors.keys()):
+                    shapes[name] = list(tensors.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or incomplete ({error}); fetch or write it again.") from error
     return shapes
 
 
