@@ -1,14 +1,16 @@
 """The command line, `dflash-hf`: every command a few lines over the library."""
 
+import json
 import shlex
 import sys
+from argparse import ArgumentError
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="DFlash drafters for transformers.")
-_SCHEDULE_HELP = "Drafts a cycle: adaptive or constant; unset: as the drafter says."
+_SCHEDULE_HELP = "As many drafts as pay, or always as many; unset: as the drafter says."
 
 
 @app.callback()
@@ -28,7 +30,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="With --sample; 0: off.")] = 0,
     top_p: Annotated[float, typer.Option(help="With --sample; 1: off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="With --sample.")] = 0,
-    schedule: Annotated[str | None, typer.Option(help=_SCHEDULE_HELP)] = None,
+    schedule: Annotated[Literal["adaptive", "constant"] | None, typer.Option(help=_SCHEDULE_HELP)] = None,
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of target and drafter: auto, float32, bfloat16, ...")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
@@ -68,7 +70,7 @@ def chat(
     top_k: Annotated[int, typer.Option(help="With --sample; 0: off.")] = 0,
     top_p: Annotated[float, typer.Option(help="With --sample; 1: off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="With --sample.")] = 0,
-    schedule: Annotated[str | None, typer.Option(help=_SCHEDULE_HELP)] = None,
+    schedule: Annotated[Literal["adaptive", "constant"] | None, typer.Option(help=_SCHEDULE_HELP)] = None,
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of target and drafter: auto, float32, bfloat16, ...")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
@@ -118,10 +120,15 @@ def answer(
     top_p: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
     seed: Annotated[int, typer.Option(help="With --sample.")] = 0,
 ) -> None:
-    """Let TARGET answer PROMPTS: the training data of its drafter. Call it again after an interruption."""
+    """Let TARGET answer PROMPTS: the training data of its drafter. Call it again after an interruption.
+
+    Example: dflash-hf answer Qwen/Qwen3-8B prompts.jsonl answers.jsonl --max-new-tokens 1024
+    """
+    from .benchmark import Sampling
     from .training import answers
 
     with one_line_errors():
+        Sampling(sample, temperature, 0, top_p)  # refuses odd values before anything is made
         questions = answers.read_prompts(prompts, split=split, column=column)[:limit]
         model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
         run = answers.answer(
@@ -157,14 +164,21 @@ def features(
     skip: Annotated[int, typer.Option(help="Leave out the first answers.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Take this many answers.")] = None,
 ) -> None:
-    """Keep the TARGET's context features of ANSWERS on disk, so that training computes them once."""
+    """Keep the TARGET's context features of ANSWERS on disk, so that training computes them once.
+
+    Example: dflash-hf features Qwen/Qwen3-8B answers.jsonl features --drafter z-lab/Qwen3-8B-DFlash-b16
+    """
     from . import DFlashConfig
     from .training.answers import read_samples
     from .training.features import write_features
 
     with one_line_errors():
         samples = read_samples(answers)[skip:][:limit]
+        if not samples:
+            raise ValueError(f"{answers} holds no answers (skip {skip}, limit {limit}).")
         layers = DFlashConfig.from_pretrained(drafter).target_layer_ids
+        if layers is None:
+            raise ValueError(f"Expected a DFlash drafter, the config of {drafter} names no target layers.")
         model, _ = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
         written = write_features(model, samples, out, layers, dtype=storage, with_final=with_final, progress=True)
     typer.echo(f"{out}: {written} shards written, {len(samples)} answers")
@@ -177,7 +191,7 @@ def train(
     data: Annotated[str, typer.Option(help="Answers (JSONL) or folders of features, with commas between them.")],
     eval_data: Annotated[str | None, typer.Option(help="The same, held out; evaluated under their names.")] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from; unset: a fresh one.")] = None,
-    num_layers: Annotated[int, typer.Option(help="Of a fresh drafter.")] = 5,
+    num_layers: Annotated[int, typer.Option(min=1, help="Of a fresh drafter.")] = 5,
     block_size: Annotated[int, typer.Option(help="Of a fresh drafter.")] = 16,
     mask_token_id: Annotated[int | None, typer.Option(help="Of a fresh drafter; unset: an unused id.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
@@ -189,6 +203,8 @@ def train(
     Every option of transformers' TrainingArguments is one here (--output_dir, --learning_rate, --max_steps ...), and
     those of DFlashTrainingArguments (--num_anchors, --max_length, --distillation_weight ...). Their defaults are the
     paper's.
+
+    Example: dflash-hf train Qwen/Qwen3-8B --data answers.jsonl --output_dir my-drafter --bf16
     """
     from transformers import HfArgumentParser
 
@@ -196,7 +212,9 @@ def train(
     from .training import trainer as t
 
     with one_line_errors():
-        (arguments,) = HfArgumentParser(t.DFlashTrainingArguments).parse_args_into_dataclasses(context.args)
+        (arguments,) = HfArgumentParser(t.DFlashTrainingArguments, exit_on_error=False).parse_args_into_dataclasses(
+            context.args
+        )
         device = device or str(arguments.device)  # of this process, where several were launched
         model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
         if init_from is not None:
@@ -229,7 +247,7 @@ def bench(
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of target and drafter: auto, float32, bfloat16, ...")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
     split: Annotated[str, typer.Option(help="Of the data set.")] = "test",
     column: Annotated[str | None, typer.Option(help="Text column that holds the user turn.")] = None,
     categories: Annotated[str | None, typer.Option(help="Comma-separated: take these only.")] = None,
@@ -248,7 +266,10 @@ def bench(
     top_p: Annotated[float, typer.Option(help="With --sample; 1: off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of sampling, simulation and intervals.")] = 0,
 ) -> None:
-    """Measure DRAFTER on PROMPTS against plain decoding and its peers. Ctrl-C keeps what was measured."""
+    """Measure DRAFTER on PROMPTS against plain decoding and its peers. Ctrl-C keeps what was measured.
+
+    Example: dflash-hf bench Qwen/Qwen3-8B z-lab/Qwen3-8B-DFlash-b16 prompts.jsonl --limit 32 --plots plots
+    """
     from importlib.util import find_spec
 
     import torch
@@ -466,7 +487,7 @@ class one_line_errors:
         pass
 
     def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, (ValueError, OSError, ModuleNotFoundError)):
+        if isinstance(error, (ValueError, OSError, ModuleNotFoundError, ArgumentError)):
             typer.secho(f"Error: {' '.join(str(error).split())}", fg="red", err=True)
             raise typer.Exit(1) from None
 
@@ -482,20 +503,43 @@ def load_target(name: str, *, gguf_file: str | None = None, dtype: str = "auto",
 
     Raises:
         OSError: there is no such model.
+        ValueError: a file of it is damaged, weights are missing, or `dtype` or `device` cannot be had.
 
     Example:
         >>> target, tokenizer = load_target("HuggingFaceTB/SmolLM2-135M-Instruct")       # doctest: +SKIP
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    path = Path(name)
+    if gguf_file is None and path.suffix == ".gguf":
+        path, gguf_file = path.parent, path.name
+        name = str(path)
+    if not path.is_dir() and (path.exists() or path.is_absolute() or len(path.parts) > 2):
+        raise FileNotFoundError(f"Expected a folder, a GGUF file or a Hub name like owner/name, got {name}.")
+    kind = getattr(torch, dtype, None)
+    if dtype != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize > 1):
+        raise ValueError(f"Expected auto or a dtype such as float32, bfloat16 or float16, got {dtype!r}.")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"The device {device!r} cannot be had here: {str(error).splitlines()[0]}.") from None
     options = {}
-    if gguf_file is None and name.endswith(".gguf"):
-        name, gguf_file = str(Path(name).parent), Path(name).name
     if gguf_file is not None:
         dtype = "float32" if dtype == "auto" else dtype
         # Otherwise the model counts as quantized: it could not be saved.
         options = {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
-    tokenizer = AutoTokenizer.from_pretrained(name, gguf_file=gguf_file)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below, in one line
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, gguf_file=gguf_file)
+        model, info = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"A file of {name} is damaged or incomplete ({error}); fetch or write it again.") from None
+    if lacking := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
+        raise ValueError(
+            f"{name} does not hold the weights of a {type(model).__name__}: {len(lacking)} tensors are missing or of "
+            f"another shape, such as {lacking[0]}. It is incomplete, or of another kind."
+        )
+    return model.to(device).eval(), tokenizer

@@ -152,9 +152,12 @@ def encode(tokenizer, messages: list[dict[str, str]] | str) -> torch.Tensor:
     else:
         if tokenizer.chat_template is None:
             raise ValueError("The target's tokenizer has no chat template; use `dflash-hf generate --raw`.")
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )["input_ids"]
+        try:
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )["input_ids"]
+        except Exception as error:  # whatever the template raises (jinja2 has its own classes)
+            raise ValueError(f"The target's chat template refuses the conversation: {error}") from error
     if ids.shape[1] == 0:
         raise ValueError("The prompt is empty: expected some text.")
     return ids.long()
