@@ -9,7 +9,7 @@ demo: .venv/.installed-demo .venv/.installed-weights
 	$(BIN)/python examples/quickstart.py
 
 test: lint .venv/.installed-test .venv/.installed-weights .venv/.installed-peer
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n auto --maxprocesses 4 --dist worksteal
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check

@@ -14,8 +14,9 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def all_cores():
-    """For tests on the real model."""
-    torch.set_num_threads(os.cpu_count())
+    """For tests on the real model, unless they share the machine with other workers."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        torch.set_num_threads(os.cpu_count())
     yield
     torch.set_num_threads(1)
 
