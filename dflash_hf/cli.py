@@ -297,9 +297,11 @@ def bench(
         small = None
         if assistant is not None:
             small = AutoModelForCausalLM.from_pretrained(assistant, **like_target).to(model.device).eval()
+        assistant_model = DFlashDraftModel.from_pretrained(drafter, **like_target).to(model.device).eval()
+        assistant_model.check_target(model)
         report = b.bench(
             model,
-            DFlashDraftModel.from_pretrained(drafter, **like_target).to(model.device).eval(),
+            assistant_model,
             chosen,
             tokenizer=tokenizer,
             methods=_list(methods),

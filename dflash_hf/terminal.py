@@ -150,8 +150,7 @@ def encode(tokenizer, messages: list[dict[str, str]] | str) -> torch.Tensor:
     if isinstance(messages, str):
         ids = tokenizer(messages, return_tensors="pt")["input_ids"]
     else:
-        if tokenizer.chat_template is None:
-            raise ValueError("The target's tokenizer has no chat template; use `dflash-hf generate --raw`.")
+        _check_template(tokenizer)
         try:
             ids = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
@@ -161,6 +160,11 @@ def encode(tokenizer, messages: list[dict[str, str]] | str) -> torch.Tensor:
     if ids.shape[1] == 0:
         raise ValueError("The prompt is empty: expected some text.")
     return ids.long()
+
+
+def _check_template(tokenizer) -> None:
+    if tokenizer.chat_template is None:
+        raise ValueError("The target's tokenizer has no chat template; use `dflash-hf generate --raw`.")
 
 
 def answer(target, drafter, tokenizer, ids: torch.Tensor, write: Callable[[str, bool], None], **options) -> Answer:
@@ -201,12 +205,16 @@ class Conversation:
         target, drafter, tokenizer: as in `answer`.
         system: a system message, or None for the template's own.
 
+    Raises:
+        ValueError: there is no chat template.
+
     Example:
         >>> talk = Conversation(target, drafter, tokenizer)                                        # doctest: +SKIP
         >>> talk.say("Name a fruit.", shaded(Console()), max_new_tokens=64)                        # doctest: +SKIP
     """
 
     def __init__(self, target, drafter, tokenizer, system: str | None = None):
+        _check_template(tokenizer)
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self._forget()

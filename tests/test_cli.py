@@ -2,6 +2,8 @@
 
 import io
 import json
+import shlex
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -224,3 +226,202 @@ def test_a_conversation_keeps_its_cache_and_gives_it_up_where_the_text_changes(t
         talk.say("KLM", interrupt, **options)
     assert talk.messages == before
     say("NOP")
+
+
+# -- bad input --
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def as_pickle(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
+
+
+# name: the folder that it is a damaged copy of, and what is done to it
+DAMAGED = {
+    "target-cut": ("target", lambda f: cut(f / "model.safetensors", 5000)),
+    "target-config-cut": ("target", lambda f: cut(f / "config.json", 50)),
+    "target-tokenizer-cut": ("target", lambda f: cut(f / "tokenizer.json", 100)),
+    "target-no-weights": ("target", lambda f: (f / "model.safetensors").unlink()),
+    "target-pickle": ("target", as_pickle),
+    "target-size": ("target", lambda f: edit_json(f / "config.json", intermediate_size=40)),
+    "target-no-chat": ("target", lambda f: (f / "chat_template.jinja").unlink()),
+    "target-bad-chat": ("target", lambda f: (f / "chat_template.jinja").write_text("{% for")),
+    "drafter-cut": ("drafter", lambda f: cut(f / "model.safetensors", 5000)),
+    "drafter-empty": ("drafter", lambda f: cut(f / "model.safetensors", 0)),
+    "drafter-config-cut": ("drafter", lambda f: cut(f / "config.json", 50)),
+    "drafter-pickle": ("drafter", as_pickle),
+    "drafter-no-weights": ("drafter", lambda f: (f / "model.safetensors").unlink()),
+    "drafter-mask": ("drafter", lambda f: edit_json(f / "config.json", mask_token_id=999, dflash_config={})),
+}
+FILES = {
+    "text": "hello\n",
+    "x.gguf": "GGUF" + 40 * "\0",
+    "prompts.jsonl": '{"turns": ["ABCD"]}\n',
+    "nothing.jsonl": "",
+    "no-turns.jsonl": '{"turns": []}\n',
+    "empty-prompt.jsonl": '{"turns": [""]}\n',
+    "answers.jsonl": json.dumps({"id": "a", "ids": list(range(8, 40)), "spans": [[4, 30]]}) + "\n",
+    "answers-cut.jsonl": '{"id": "a", "ids": [1, 2',
+    "answers-span.jsonl": json.dumps({"id": "a", "ids": [8, 9], "spans": [[4, 30]]}) + "\n",
+    "measured.json": "{}",
+    "measured-cut.json": '{"a"',
+}
+GENERATE = "generate ABCD --target target --drafter drafter --device cpu --max-new-tokens 4"
+CHAT = "chat --target target --drafter drafter --device cpu --max-new-tokens 4"
+ANSWER = "answer target prompts.jsonl out --device cpu --max-new-tokens 4"
+FEATURES = "features target answers.jsonl out --drafter drafter --device cpu"
+TRAIN = "train target --data answers.jsonl --output_dir out --max_steps 1 --mask-token-id 3 --report_to none --use_cpu"
+BENCH = "bench target drafter prompts.jsonl --out out --device cpu --max-new-tokens 4"
+CONVERT = "convert drafter out"
+PUSH = "push drafter me/x --license mit --base-model a/b --out out"
+# a command that works, what is put in place of what in it (or behind it), and what the error must say
+BAD = [
+    (GENERATE, {"ABCD": "''"}, "prompt is empty"),
+    (GENERATE, {"ABCD": "-"}, "prompt is empty"),  # nothing on standard input
+    (GENERATE, {"ABCD": 600 * "A"}, "601 tokens and 4 new ones are more than the target's 512"),
+    (GENERATE, {"ABCD": "--raw " + 600 * "A"}, "600 tokens and 4 new ones"),
+    (GENERATE, {" target ": " nowhere/at/all "}, "Expected a folder, a GGUF file or a Hub name like owner/name"),
+    (GENERATE, {" target ": " text "}, "Expected a folder, a GGUF file or a Hub name like owner/name, got text"),
+    (GENERATE, {" target ": " nothing "}, "connect"),  # taken for a name on the Hub
+    (GENERATE, {" target ": " empty "}, "tokenizer"),
+    (GENERATE, {" target ": " drafter "}, "does not hold the weights of a Qwen3ForCausalLM: 2 tensors"),
+    (GENERATE, {" target ": " target-cut "}, "A file of target-cut is damaged or incomplete"),
+    (GENERATE, {" target ": " target-config-cut "}, "target-config-cut/config.json' is not a valid JSON file"),
+    (GENERATE, {" target ": " target-tokenizer-cut "}, "A file of target-tokenizer-cut is damaged"),
+    (GENERATE, {" target ": " target-no-weights "}, "no file named model.safetensors"),
+    (GENERATE, {" target ": " target-pickle "}, "does not hold the weights of a LlamaForCausalLM"),
+    (GENERATE, {" target ": " target-size "}, "15 tensors are missing or of another shape"),
+    (GENERATE, {" target ": " target-no-chat "}, "no chat template; use `dflash-hf generate --raw`"),
+    (GENERATE, {" target ": " target-bad-chat "}, "chat template refuses the conversation"),
+    (GENERATE, {" target ": " target-other "}, "vocabulary of 64 tokens, the target has 80"),
+    (GENERATE, {" target ": " x.gguf "}, "x.gguf"),
+    (GENERATE, {" target ": " no.gguf "}, "no.gguf"),
+    (GENERATE, {"--drafter drafter": "--drafter nowhere"}, "Expected a drafter's folder or a Hub name"),
+    (GENERATE, {"--drafter drafter": "--drafter empty"}, "empty has no config.json"),
+    (GENERATE, {"--drafter drafter": "--drafter target"}, "Expected a DFlash drafter"),
+    (GENERATE, {"--drafter drafter": "--drafter drafter-cut"}, "drafter-cut/model.safetensors cannot be read"),
+    (GENERATE, {"--drafter drafter": "--drafter drafter-empty"}, "drafter-empty/model.safetensors cannot be read"),
+    (GENERATE, {"--drafter drafter": "--drafter drafter-config-cut"}, "config.json is not valid JSON"),
+    (GENERATE, {"--drafter drafter": "--drafter drafter-pickle"}, "pytorch_model.bin may run code"),
+    (GENERATE, {"--drafter drafter": "--drafter drafter-no-weights"}, "drafter-no-weights has no model.safetensors"),
+    (GENERATE, {"--drafter drafter": "--drafter drafter-mask"}, "an id of the vocabulary, 0 to 63, got 999"),
+    (GENERATE, "--sample --temperature 0", "Expected temperature > 0"),
+    (GENERATE, "--sample --top-p 2", "0 < top_p <= 1"),
+    (GENERATE, "--dtype float99", "got 'float99'"),
+    (GENERATE, "--dtype int64", "got 'int64'"),
+    (GENERATE, "--device mars", "The device 'mars' cannot be had here"),
+    (GENERATE, "--schedule heuristic", "'heuristic' is not one of"),
+    (GENERATE, "--max-new-tokens 0", "greater than or equal"),
+    (GENERATE, "--gguf-file no.gguf", "no.gguf"),
+    (GENERATE, "--nope", "No such option: --nope"),
+    (GENERATE, {"--target target": ""}, "Missing option '--target'"),
+    (CHAT, {" target ": " target-cut "}, "A file of target-cut is damaged"),
+    (CHAT, {" target ": " target-no-chat "}, "no chat template"),
+    (CHAT, {"--drafter drafter": ""}, "Missing option '--drafter'"),
+    (ANSWER, {"prompts.jsonl": "nowhere.jsonl"}, "There is no file nowhere.jsonl"),
+    (ANSWER, {"prompts.jsonl": "text"}, "text:1: not JSON"),
+    (ANSWER, {"prompts.jsonl": "nothing.jsonl"}, "nothing.jsonl holds no prompts"),
+    (ANSWER, {"prompts.jsonl": "no-turns.jsonl"}, "no-turns.jsonl:1: expected at least one user turn"),
+    (ANSWER, {"prompts.jsonl": "empty-prompt.jsonl"}, "each a non-empty text, got ['']"),
+    (ANSWER, {"target": "target-no-chat"}, "no chat template"),
+    (ANSWER, {"out": "empty"}, "empty"),
+    (ANSWER, {"out": "nowhere/out"}, "nowhere/out"),
+    (ANSWER, "--sample --temperature 0", "Expected temperature > 0"),
+    (ANSWER, "--batch-size 0", "must be at least 1"),
+    (FEATURES, {"answers.jsonl": "nowhere.jsonl"}, "nowhere.jsonl"),
+    (FEATURES, {"answers.jsonl": "answers-cut.jsonl"}, "answers-cut.jsonl:1: not JSON"),
+    (FEATURES, {"answers.jsonl": "answers-span.jsonl"}, "pairs in order within the 2 ids"),
+    (FEATURES, {"answers.jsonl": "nothing.jsonl"}, "nothing.jsonl holds no answers"),
+    (FEATURES, {"drafter drafter": "drafter target"}, "Expected a DFlash drafter"),
+    (FEATURES, {"out": "text"}, "text"),
+    (FEATURES, "--storage int4", "got 'int4'"),
+    (TRAIN, {"answers.jsonl": "nowhere.jsonl"}, "nowhere.jsonl"),
+    (TRAIN, {"answers.jsonl": "answers-cut.jsonl"}, "answers-cut.jsonl:1: not JSON"),
+    (TRAIN, {"answers.jsonl": "empty"}, "expected a folder of `dflash-hf features`"),
+    (TRAIN, {"max_steps 1": "max_steps one"}, "invalid int value: 'one'"),
+    (TRAIN, {"mask-token-id 3": "mask-token-id 9999"}, "0 to 63, got 9999"),
+    (TRAIN, {"out": "text"}, "text"),
+    (TRAIN, "--init-from drafter-cut", "drafter-cut/model.safetensors is damaged"),
+    (TRAIN, "--num_anchors 0", "num_anchors must be at least 1"),
+    (TRAIN, "--num-layers 0", "greater than or equal"),
+    (TRAIN, "--nope 3", "--nope"),
+    (BENCH, {"prompts.jsonl": "nowhere.jsonl"}, "There is no file nowhere.jsonl"),
+    (BENCH, {"prompts.jsonl": "nothing.jsonl"}, "nothing.jsonl holds no prompts"),
+    (BENCH, {"prompts.jsonl": "empty-prompt.jsonl"}, "empty-prompt.jsonl, record 1"),
+    (BENCH, {"target ": "target-cut "}, "A file of target-cut is damaged"),
+    (BENCH, {"target ": "target-other "}, "vocabulary of 64 tokens, the target has 80"),
+    (BENCH, {" drafter": " drafter-cut"}, "drafter-cut/model.safetensors is damaged"),
+    (BENCH, {"out out": "out nowhere/out"}, "There is no folder"),
+    (BENCH, "--threads 0", "greater than or equal"),
+    (CONVERT, {"drafter": "target"}, "Expected a DFlash drafter"),
+    (CONVERT, {"drafter": "drafter-empty"}, "drafter-empty/model.safetensors cannot be read"),
+    (CONVERT, {"out": "target"}, "target is there already"),
+    (CONVERT, {"out": "nowhere/out"}, "There is no folder"),
+    (CONVERT, "--to gguf", "Expected one of the layouts"),
+    (PUSH, {"drafter": "target"}, "Expected a DFlash drafter"),
+    (PUSH, {"drafter": "drafter-pickle"}, "may run code"),
+    (PUSH, {"me/x": "me"}, "Expected a repository like owner/name"),
+    (PUSH, {"out out": "out text"}, "text is there already"),
+    (PUSH, "--measurements measured.json", "measured.json is not a report"),
+    (PUSH, "--measurements measured-cut.json", "measured-cut.json is not a report"),
+    (PUSH, "--measurements nowhere.json", "nowhere.json"),
+    ("nope", {}, "No such command 'nope'"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, pair):
+    """A folder with healthy and damaged models and files."""
+    folder = tmp_path_factory.mktemp("places")
+    for name in ("target", "drafter"):
+        shutil.copytree(pair[pair.index(f"--{name}") + 1], folder / name)
+    for name, (source, damage) in DAMAGED.items():
+        shutil.copytree(folder / source, folder / name)
+        damage(folder / name)
+    shutil.copytree(folder / "target", folder / "target-other")
+    make_target("llama", vocab_size=80).save_pretrained(folder / "target-other")
+    (folder / "empty").mkdir()
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def contents(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize(("command", "change", "message"), BAD, ids=range(len(BAD)))
+def test_bad_input_gives_one_line_and_changes_nothing(command, change, message, places, monkeypatch):
+    monkeypatch.chdir(places)
+    if isinstance(change, str):
+        command += " " + change
+    else:
+        for old, new in change.items():
+            assert old in command
+            command = command.replace(old, new, 1)
+    before = contents(places)
+    done = CliRunner().invoke(app, shlex.split(command), input="")
+    lines = [line for line in done.stderr.splitlines() if line.strip() and "Loading weights" not in line]
+    assert isinstance(done.exception, SystemExit), done.exception
+    if done.exit_code == 2:  # of the command line itself: typer's box, and how to get help
+        assert message in " ".join(done.stderr.replace("│", " ").split())
+    else:
+        assert done.exit_code == 1
+        assert len(lines) == 1 and lines[0].startswith("Error: ") and message in lines[0], lines
+    assert done.stdout == ""
+    assert contents(places) == before
+
+
+def test_every_command_has_an_example_in_its_help():
+    names = [command.name or command.callback.__name__ for command in app.registered_commands]
+    assert {"generate", "chat", "answer", "features", "train", "bench", "convert", "push"} <= set(names)
+    for name in names:
+        assert f"Example: dflash-hf {name} " in " ".join(invoke(name, "--help").stdout.split())
