@@ -12,6 +12,8 @@ import torch
 from ..training.features import target_features
 from ..training.objective import IGNORE, pack, visibility
 
+JUDGED = 3  # first slots of a block whose likelihood counts
+ROWS = 8  # prompts that are answered together
 LEAST_LOG_LIKELIHOOD = -12.0  # of a token: one that is ruled out altogether must not outweigh all others
 
 
@@ -21,7 +23,7 @@ class Score:
 
     Attributes:
         accepted: `[N]` float32, drafts that are right before the first wrong one.
-        likelihood: `[N]` float32, mean log-likelihood of the first two right tokens, in nats. It shows a change long
+        likelihood: `[N]` float32, mean log-likelihood of the first three right tokens, in nats. It shows a change long
             before drafts become right.
         right: `[K]` float32, how often the draft at each slot was accepted.
     """
@@ -63,9 +65,14 @@ class Evidence:
     def longest(self) -> int:
         return max(len(ids) for ids in self.sequences)
 
-    def thinned(self, every: int) -> "Evidence":
-        """The same with each `every`-th anchor only."""
-        anchors = [of[n % every :: every] or of[:1] for n, of in enumerate(self.anchors)]
+    def thinned(self, count: int) -> "Evidence":
+        """The same with about `count` of the anchors, of as few answers as have eight each: contexts cost, too."""
+        answers = max(1, min(count // 8, len(self.anchors)))
+        stride = len(self.anchors) // answers
+        anchors: list[list[int]] = [[] for _ in self.anchors]
+        for n in range(0, answers * stride, stride):
+            every = max(1, len(self.anchors[n]) * answers // count)
+            anchors[n] = self.anchors[n][n % every :: every]
         return Evidence(self.target, self.sequences, self.starts, anchors, self.states)
 
     def fresh(self) -> "Evidence":
@@ -90,7 +97,7 @@ class Evidence:
 
 
 def gather(
-    target, prompts: list[list[int]], *, num_drafts: int, max_new_tokens: int = 64, anchors: int = 96
+    target, prompts: list[list[int]], *, num_drafts: int, max_new_tokens: int = 64, anchors: int = 256
 ) -> Evidence:
     """Let a target answer, and choose anchors in its answers.
 
@@ -104,14 +111,22 @@ def gather(
     Raises:
         ValueError: no answer has the three tokens that one anchor needs.
     """
+    eos = target.generation_config.eos_token_id
+    ends = eos if isinstance(eos, list) else [eos]
     sequences, starts = [], []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=target.device)
+    rows = 1 if target._is_stateful else ROWS  # a recurrent state would take in the padding
+    for first in range(0, len(prompts), rows):
+        some = prompts[first : first + rows]
+        longest = max(map(len, some))
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in some], device=target.device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in some], device=target.device)
         options = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": 0}
-        ids = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        if ids.shape[1] >= len(prompt) + 3:
-            sequences.append(ids[0])
-            starts.append(len(prompt))
+        new = target.generate(ids, attention_mask=mask, **options)[:, longest:]
+        for row, answer in zip(some, new.tolist(), strict=True):
+            answer = answer[: next((n + 1 for n, token in enumerate(answer) if token in ends), len(answer))]
+            if len(answer) >= 3:
+                sequences.append(torch.tensor(row + answer, device=target.device))
+                starts.append(len(row))
     if not sequences:
         raise ValueError(
             "Every answer ended within two tokens, too short to draft anything: pass prompts that are answered at "
@@ -142,18 +157,18 @@ def score(drafter, evidence: Evidence) -> Score:
     labels = torch.cat([labels for _, labels in found])  # [N, K]
     N, K = labels.shape
     accepted = torch.zeros(N)
-    likelihoods = torch.full((N, min(2, K)), float("nan"))
+    likelihoods = torch.full((N, min(JUDGED, K)), float("nan"))
     right_by_slot = torch.zeros(K)
     alive = torch.ones(N, dtype=torch.bool)  # every draft so far was right
     there = (labels != IGNORE).cpu()
     for slot in range(K):
-        rows = there[:, slot] if slot < 2 else there[:, slot] & alive
+        rows = there[:, slot] if slot < JUDGED else there[:, slot] & alive
         if not rows.any():
             break
         logits = drafter.compute_logits(states[rows.to(states.device), slot][:, None], head, drafter.config.vocab_size)
         logits = logits[:, 0].float()
         wanted = labels[rows.to(labels.device), slot].to(logits.device)
-        if slot < 2:
+        if slot < JUDGED:
             likelihood = logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
             likelihoods[rows, slot] = likelihood.clamp(min=LEAST_LOG_LIKELIHOOD).cpu()
         right = torch.zeros(N, dtype=torch.bool)

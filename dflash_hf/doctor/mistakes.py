@@ -5,11 +5,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from ..drafter.configuration_dflash import default_target_layer_ids
 
-ROPE_BASES = (10_000.0, 100_000.0, 130_000.0, 500_000.0, 1_000_000.0, 5_000_000.0, 10_000_000.0)
+ROPE_BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
 WINDOWS = (64, 128, 256, 512, 1024, 2048, 4096)
-MOST_MASK_TOKENS = 48
+MOST_MASK_TOKENS = 32
+ALIKE = 0.98  # cosine of two ids' embeddings from which on drafts are the same with either
 _IN_DFLASH_CONFIG = ("input_embedding_scale", "use_swa", "swa_window_size", "causal")
 
 
@@ -61,7 +64,7 @@ def probes(drafter, target, *, longest: int, tokenizer=None) -> list[Probe]:
     text, config = target.config.get_text_config(), drafter.config
     every = [
         *_feature_layers(config, text),
-        *_mask_tokens(drafter, text, tokenizer),
+        *_mask_tokens(drafter, target, tokenizer),
         *_embedding_scales(config, target),
         *_windows(config, longest),
         *_causality(config),
@@ -99,11 +102,14 @@ def _feature_layers(config, text) -> Iterator[Probe]:
             yield Probe("feature layers", {"target_layer_ids": other})
 
 
-def _mask_tokens(drafter, text, tokenizer) -> Iterator[Probe]:
-    """Ids that stand in no text: special tokens, rows of the table without a token, and its ends."""
+def _mask_tokens(drafter, target, tokenizer) -> Iterator[Probe]:
+    """Ids that stand in no text: special tokens, rows of the table without a token, and its ends.
+
+    Of ids with the same embedding, as untrained ones have, only the first is tried.
+    """
     if drafter.mask_embedding is not None:  # then the id's own row is never read
         return
-    candidates = []
+    text, candidates = target.config.get_text_config(), []
     if tokenizer is not None:
         special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
         named = [i for i in special if "mask" in str(tokenizer.added_tokens_decoder[i]).lower()]
@@ -111,8 +117,12 @@ def _mask_tokens(drafter, text, tokenizer) -> Iterator[Probe]:
     for ids in (text.pad_token_id, text.eos_token_id, text.bos_token_id, text.vocab_size - 1, 0):
         candidates += ids if isinstance(ids, list) else [ids]
     usable = [i for i in dict.fromkeys(candidates) if i is not None and 0 <= i < text.vocab_size]
-    for token in usable[:MOST_MASK_TOKENS]:
-        yield Probe("mask token", {"mask_token_id": token})
+    ids = torch.tensor([[drafter.config.mask_token_id, *usable[:MOST_MASK_TOKENS]]])
+    rows = torch.nn.functional.normalize(drafter.embed_block(ids, target.get_input_embeddings())[0].float(), dim=-1)
+    alike = (rows @ rows.T > ALIKE).tolist()
+    for n, token in enumerate(ids[0].tolist()):
+        if not any(alike[n][:n]):
+            yield Probe("mask token", {"mask_token_id": token})
 
 
 def _embedding_scales(config, target) -> Iterator[Probe]:

@@ -8,11 +8,13 @@ from .evidence import Evidence, Score, score
 from .mistakes import Probe, probes, value_of, variant
 
 MOST_FAULTS = 3
-SCREENED_BY = 3  # of the anchors, one in this many is enough to see which readings are worth a closer look
-CLOSER_LOOKS = 4
+# All readings are looked at with few anchors, the better ones with more, the best with all.
+STAGES = ((16, 6), (64, 2))  # anchors, and how many readings are kept
+RULED_OUT = -0.5  # nats: a reading this much worse is not tried again on top of another correction
 LEAST_GAIN = 0.25  # of the accepted drafts, relative
 LEAST_DRAFTS = 0.05  # accepted drafts a block, absolute
-STANDARD_ERRORS = 3.0
+LEAST_NATS = 0.05  # likelihood of the right tokens; shows a mistake that acceptance alone is too coarse for
+STANDARD_ERRORS = 2.5
 
 
 @dataclass
@@ -48,9 +50,9 @@ def find_faults(drafter, evidence: Evidence, *, tokenizer=None) -> Findings:
     """Look for entries of a drafter's config whose correction makes its drafts right more often.
 
     Readings are ranked by the log-likelihood of the right tokens, which shows a correction even where a second
-    mistake still keeps all drafts wrong; up to three are put on top of each other. What is reported is what counts
-    for acceptance: a fault must cost a fifth of the accepted drafts (the correction brings 25% more), and the
-    difference must be three standard errors over the anchors.
+    mistake still keeps all drafts wrong; up to three are put on top of each other. A reading is reported where it
+    brings 25% more accepted drafts, or is clearly likelier (0.05 nats a token), and either by more than 2.5 standard
+    errors over the anchors.
 
     Args:
         drafter: one that fits the evidence's target.
@@ -64,26 +66,33 @@ def find_faults(drafter, evidence: Evidence, *, tokenizer=None) -> Findings:
         >>> find_faults(drafter, gather(target, prompts, drafter)).faults                      # doctest: +SKIP
         []
     """
-    few = evidence.thinned(SCREENED_BY)
+    stages = [(evidence.thinned(anchors), kept) for anchors, kept in STAGES]
     current = variant(drafter, {})
     before = now = score(current, evidence)
     taken: list[Probe] = []
+    ruled_out: list[Probe] = []
     while len(taken) < MOST_FAULTS:
-        quick = score(current, few)
-        tried = []
-        for probe in probes(current, evidence.target, longest=evidence.longest, tokenizer=tokenizer):
-            if probe.kind not in [other.kind for other in taken]:
-                there = score(variant(current, probe.changes), few)
-                tried.append(((there.likelihood - quick.likelihood).mean().item(), probe))
-        tried = sorted((pair for pair in tried if pair[0] > 0), key=lambda pair: -pair[0])[:CLOSER_LOOKS]
-        closer = [(score(variant(current, probe.changes), evidence), probe) for _, probe in tried]
+        settled = [probe.kind for probe in taken]
+        left = probes(current, evidence.target, longest=evidence.longest, tokenizer=tokenizer)
+        left = [probe for probe in left if probe.kind not in settled and probe not in ruled_out]
+        for few, kept in stages:
+            there = score(current, few)
+            gains = [
+                ((score(variant(current, probe.changes), few).likelihood - there.likelihood).mean().item(), probe)
+                for probe in left
+            ]
+            ruled_out += [probe for gain, probe in gains if gain < RULED_OUT]
+            gains = sorted((pair for pair in gains if pair[0] >= RULED_OUT), key=lambda pair: -pair[0])
+            left = [probe for _, probe in gains[:kept]]
+        left = [probe for gain, probe in gains if gain > 0 and probe in left]
+        closer = [(score(variant(current, probe.changes), evidence), probe) for probe in left]
         closer = [(there, probe) for there, probe in closer if _is_clear(there.likelihood - now.likelihood)]
         if not closer:
             break
         now, best = max(closer, key=lambda pair: pair[0].likelihood.mean().item())
         taken.append(best)
         current = variant(current, best.changes)
-    return _keep_what_counts(drafter, evidence, before, taken)
+    return _keep_what_counts(drafter, evidence, before, now, taken)
 
 
 def _is_clear(differences: torch.Tensor) -> bool:
@@ -94,10 +103,14 @@ def _is_clear(differences: torch.Tensor) -> bool:
     return bool(differences.mean() > STANDARD_ERRORS * error)
 
 
-def counts(more: torch.Tensor, less: torch.Tensor) -> bool:
-    """Whether accepted drafts `[N]` of the same anchors are enough more to speak of a fault."""
-    gain = (more.mean() - less.mean()).item()
-    return gain >= max(LEAST_GAIN * less.mean().item(), LEAST_DRAFTS) and _is_clear(more - less)
+def counts(more: Score, less: Score) -> bool:
+    """Whether drafts at the same anchors are so much better that less is a fault: by acceptance or by likelihood."""
+    gain = (more.accepted.mean() - less.accepted.mean()).item()
+    enough = gain >= max(LEAST_GAIN * less.accepted.mean().item(), LEAST_DRAFTS)
+    likelier = more.likelihood - less.likelihood
+    return (enough and _is_clear(more.accepted - less.accepted)) or (
+        likelier.mean().item() >= LEAST_NATS and _is_clear(likelier) and gain >= 0
+    )
 
 
 def is_more(more: torch.Tensor, less: torch.Tensor) -> bool:
@@ -107,7 +120,7 @@ def is_more(more: torch.Tensor, less: torch.Tensor) -> bool:
     return gain >= max(LEAST_GAIN * less.mean().item(), LEAST_DRAFTS) and gain > STANDARD_ERRORS * error
 
 
-def _keep_what_counts(drafter, evidence: Evidence, before: Score, taken: list[Probe]) -> Findings:
+def _keep_what_counts(drafter, evidence: Evidence, before: Score, after: Score, taken: list[Probe]) -> Findings:
     """Drop corrections that the others do not need, and say what each of the rest is worth."""
 
     def corrected(by: list[Probe]):
@@ -115,13 +128,16 @@ def _keep_what_counts(drafter, evidence: Evidence, before: Score, taken: list[Pr
 
     kept = list(taken)
     while True:
-        after = score(corrected(kept), evidence) if kept else before
-        without = {id(probe): score(corrected([p for p in kept if p is not probe]), evidence) for probe in kept}
-        weak = [probe for probe in kept if not counts(after.accepted, without[id(probe)].accepted)]
+        without = {}
+        for probe in kept:
+            others = [other for other in kept if other is not probe]
+            without[id(probe)] = score(corrected(others), evidence) if others else before
+        weak = [probe for probe in kept if not counts(after, without[id(probe)])]
         if not weak:
             break
-        kept.remove(min(weak, key=lambda p: (after.accepted - without[id(p)].accepted).mean().item()))
-    kept.sort(key=lambda probe: without[id(probe)].tau)
+        kept.remove(min(weak, key=lambda p: (after.likelihood - without[id(p)].likelihood).mean().item()))
+        after = score(corrected(kept), evidence) if kept else before
+    kept.sort(key=lambda probe: without[id(probe)].likelihood.mean().item())
     faults = [
         Fault(probe.kind, says(drafter.config, probe.changes), without[id(probe)].tau, after.tau, probe.changes)
         for probe in kept
