@@ -84,7 +84,7 @@ class Evidence:
         for ids, of in zip(self.sequences, self.anchors, strict=True):
             ids = ids.tolist()
             pairs = list(itertools.pairwise(ids))
-            anchors.append([anchor for anchor in of if pairs[anchor] not in pairs[:anchor]])
+            anchors.append([anchor for anchor in of if pairs[anchor] not in pairs[:anchor]] or of[:1])
         return Evidence(self.target, self.sequences, self.starts, anchors, self.states)
 
     def features(self, n: int, layers: list[int]) -> torch.Tensor:

@@ -14,6 +14,7 @@ RULED_OUT = -0.5  # nats: a reading this much worse is not tried again on top of
 LEAST_GAIN = 0.25  # of the accepted drafts, relative
 LEAST_DRAFTS = 0.05  # accepted drafts a block, absolute
 LEAST_NATS = 0.05  # likelihood of the right tokens; shows a mistake that acceptance alone is too coarse for
+LEAST_FIRST = 0.3  # of first drafts right; a drafter below it gets likelier merely by being less sure
 STANDARD_ERRORS = 2.5
 
 
@@ -63,7 +64,7 @@ def find_faults(drafter, evidence: Evidence, *, tokenizer=None) -> Findings:
         Faults in the order of what they cost, none for a drafter whose config is right.
 
     Example:
-        >>> find_faults(drafter, gather(target, prompts, drafter)).faults                      # doctest: +SKIP
+        >>> find_faults(drafter, gather(target, prompts, num_drafts=7)).faults                 # doctest: +SKIP
         []
     """
     stages = [(evidence.thinned(anchors), kept) for anchors, kept in STAGES]
@@ -107,10 +108,11 @@ def counts(more: Score, less: Score) -> bool:
     """Whether drafts at the same anchors are so much better that less is a fault: by acceptance or by likelihood."""
     gain = (more.accepted.mean() - less.accepted.mean()).item()
     enough = gain >= max(LEAST_GAIN * less.accepted.mean().item(), LEAST_DRAFTS)
+    if enough and _is_clear(more.accepted - less.accepted):
+        return True
     likelier = more.likelihood - less.likelihood
-    return (enough and _is_clear(more.accepted - less.accepted)) or (
-        likelier.mean().item() >= LEAST_NATS and _is_clear(likelier) and gain >= 0
-    )
+    works = more.first >= LEAST_FIRST and gain >= 0
+    return works and likelier.mean().item() >= LEAST_NATS and _is_clear(likelier)
 
 
 def is_more(more: torch.Tensor, less: torch.Tensor) -> bool:
