@@ -8,8 +8,9 @@ from dflash_hf.drafter import decoding
 from drafters import make_drafter
 from targets import PAD, make_target, prompt_ids
 from test_batch import left_padded
-from test_sampling import NEW, V, markov_target, random_drafter
+from test_sampling import V, markov_target, random_drafter
 
+LONG = 600  # tokens of a row whose transitions are counted
 SAMPLED = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": PAD}
 
 
@@ -20,12 +21,12 @@ def p_value_of_rows(drafter):
         exact = target(torch.arange(V)[:, None]).logits[:, -1].double().softmax(-1)
     torch.manual_seed(4)
     ids = torch.tensor([[1, 2, 0, 3]])
-    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW // 4, "num_return_sequences": 4}
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": LONG, "num_return_sequences": 4}
     texts = target.generate(ids, **settings, assistant_model=drafter)
-    assert texts.shape == (4, 4 + NEW // 4) and len(set(map(tuple, texts.tolist()))) == 4
+    assert texts.shape == (4, 4 + LONG) and len(set(map(tuple, texts.tolist()))) == 4
     counts = torch.zeros(V, V, dtype=torch.double)
     for text in texts[:, 3:]:
-        counts.index_put_((text[:-1], text[1:]), torch.ones(NEW // 4, dtype=torch.double), accumulate=True)
+        counts.index_put_((text[:-1], text[1:]), torch.ones(LONG, dtype=torch.double), accumulate=True)
     expected = counts.sum(-1, keepdim=True) * exact
     return chi2.sf(float(((counts - expected) ** 2 / expected).sum()), V * (V - 1))
 

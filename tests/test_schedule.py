@@ -29,15 +29,14 @@ def run(machine, right, num_tokens, schedule=None, always=None, seed=0, told=Non
     rng = random.Random(seed)
     tokens, seconds, drafted_cycles = 0, 0.0, 0
     while tokens < num_tokens:
-        k, drafted, guesses = 0, False, []
-        spent = 0.0
+        k, drafted, guesses, spent = 0, False, [], 0.0
+        chances = [right(rng) for _ in range(DRAFTS)]
         if always is not None:
             drafted, k = always > 0, always
         elif schedule.wants_draft():
             drafted = True
         if drafted:
             drafted_cycles += 1
-            chances = [right(rng) for _ in range(DRAFTS)]
             guesses = [rng.random() < chance for chance in chances]
             spent += draft_s
             confidence = [told(chance) for chance in chances]
