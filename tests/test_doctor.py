@@ -1,0 +1,254 @@
+"""The doctor finds mistakes that are planted, on the real pair and on tiny ones, and none where there is none."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.benchmark import Prompt
+from dflash_hf.benchmark.prompts import encode
+from dflash_hf.cli import app
+from dflash_hf.doctor import diagnose, find_faults, gather, score
+from dflash_hf.doctor.mistakes import variant
+from dflash_hf.training.answers import Sample
+from dflash_hf.training.features import target_features
+from dflash_hf.training.trainer import DFlashTrainer, DFlashTrainingArguments, SampleDataset
+from drafters import make_drafter
+from targets import MASK, NUM_LAYERS, make_target, prompt_ids
+
+CARD = Path(__file__).resolve().parents[1] / "model_cards" / "SmolLM2-135M-Instruct-DFlash"
+QUESTIONS = [
+    "A farmer packs 12 eggs in a box. She has 5 full boxes and 7 loose eggs. How many eggs does she have?",
+    "Tom buys 3 notebooks for $4 each and a pen for $2. How much does he pay in total?",
+    "A train travels 60 miles in one hour. How many miles does it travel in 3 hours and a half?",
+    "Anna reads 15 pages a day. How many pages does she read in two weeks?",
+    "A baker bakes 8 trays of 24 rolls and sells 150 rolls. How many rolls are left?",
+    "Ben has $50. He buys 2 shirts for $12 each. How much money does he have left?",
+    "There are 28 children in a class, and a quarter of them wear glasses. How many children do not wear glasses?",
+    "A garden has 6 rows of 9 tulips. Rain ruins 11 tulips. How many tulips are left?",
+]
+
+
+# -- the real pair --
+
+
+@pytest.fixture(scope="module")
+def real(smollm2):
+    """The shipped drafter, evidence of its target on grade-school maths, and the tokenizer."""
+    target, tokenizer = smollm2
+    drafter = DFlashDraftModel.from_pretrained(CARD, dtype=torch.float32).eval()
+    prompts = [encode(Prompt("", question), tokenizer) for question in QUESTIONS]
+    return drafter, gather(target, prompts, num_drafts=7, max_new_tokens=48, anchors=400), tokenizer
+
+
+PLANTED = {
+    "layers one too high": ({"target_layer_ids": [2, 9, 15, 21, 28]}, ["feature layers"]),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_mistake_planted_on_the_real_drafter_is_named(real, name, all_cores):
+    drafter, evidence, tokenizer = real
+    changes, kinds = PLANTED[name]
+    found = find_faults(variant(drafter, changes), evidence, tokenizer=tokenizer)
+    assert sorted(fault.kind for fault in found.faults) == sorted(kinds)
+    assert found.after.tau > found.before.tau
+    assert found.after.likelihood.mean() == pytest.approx(score(drafter, evidence).likelihood.mean(), abs=0.02)
+
+
+def test_the_shipped_pair_has_no_fault(real, all_cores):
+    drafter, evidence, tokenizer = real
+    weights = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    config = copy.deepcopy(drafter.config.to_dict())
+    found = find_faults(drafter, evidence, tokenizer=tokenizer)
+    assert found.faults == [] and found.before.tau > 2
+    # Looking changes nothing.
+    assert drafter.config.to_dict() == config
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in drafter.state_dict().items())
+
+
+# -- tiny pairs, trained here --
+
+VARIANTS = {
+    "plain": {},
+    "sliding": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "is_neox_style": False},
+}
+PROMPTS = [Prompt(str(n), ids=prompt_ids(1, 10, seed=n)[0].tolist(), category="ab"[n % 2]) for n in range(6)]
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def tiny_target():
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_target, tmp_path_factory):
+    """Drafters that know the target's answers to PROMPTS by heart, one for each of VARIANTS."""
+    answers = [
+        tiny_target.generate(torch.tensor([prompt.ids]), do_sample=False, max_new_tokens=NEW)[0].tolist()
+        for prompt in PROMPTS
+    ]
+    samples = [Sample(str(n), ids, [(10, len(ids))]) for n, ids in enumerate(answers)]
+    drafters = {}
+    for name, options in VARIANTS.items():
+        drafter = make_drafter(initializer_range=0.05, **options).train()
+        arguments = DFlashTrainingArguments(
+            output_dir=str(tmp_path_factory.mktemp(name)),
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            max_steps=80,
+            per_device_train_batch_size=6,
+            gradient_accumulation_steps=1,
+            num_anchors=16,
+            learning_rate=1e-2,
+        )
+        DFlashTrainer(drafter, tiny_target, arguments, SampleDataset(samples)).train()
+        drafter.config._attn_implementation = "sdpa"
+        drafters[name] = drafter.eval()
+    return drafters
+
+
+def evidence_of(target):
+    return gather(target, [prompt.ids for prompt in PROMPTS], num_drafts=3, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_healthy_tiny_pairs_have_no_fault(tiny_target, tiny, name):
+    found = diagnose(tiny_target, tiny[name], PROMPTS, max_new_tokens=NEW)
+    assert found.faults == [] and found.problems == [] and found.exit_code in (0, 7), found.verdict
+    assert found.tau > 2 and set(found.tau_by_category) == {"a", "b"}
+    assert all(difference["near_tie"] for difference in found.differences)
+    json.dumps(found.to_dict())
+
+
+@pytest.mark.parametrize(
+    "changes, kind",
+    [
+        ({"target_layer_ids": [0, 2, 3]}, "feature layers"),
+        ({"mask_token_id": 20}, "mask token"),
+        ({"layer_types": ["full_attention"] * 2, "is_causal": None}, "window"),
+        ({"is_neox_style": True}, "RoPE style"),
+    ],
+)
+def test_a_mistake_on_a_sliding_drafter_is_named(tiny_target, tiny, changes, kind):
+    faults = find_faults(variant(tiny["sliding"], changes), evidence_of(tiny_target)).faults
+    assert faults[0].kind == kind
+
+
+def test_a_target_of_the_same_shape_is_told_from_the_right_one(tiny_target, tiny):
+    other = make_target("qwen3", seed=1)
+    alone = diagnose(other, tiny["plain"], PROMPTS, max_new_tokens=NEW)
+    assert alone.faults == [] and alone.exit_code == 6 and "another model" in alone.verdict
+    found = diagnose(other, tiny["plain"], PROMPTS, max_new_tokens=NEW, other_targets={"the right one": tiny_target})
+    assert [fault.kind for fault in found.faults] == ["target"] and "the right one" in found.verdict
+    assert found.exit_code == 5
+
+
+@pytest.mark.parametrize("switch, kind", [("enable_thinking", "thinking mode"), ("other", "chat template")])
+def test_prompts_written_unlike_in_training_are_noticed(tiny_target, tiny, byte_tokenizer, switch, kind):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if " + switch + " is not defined or " + switch + " %}KLMNOP{% endif %}"
+    )
+    prompts = [Prompt(prompt.id, tokenizer.decode(prompt.ids).replace(" ", "")) for prompt in PROMPTS]
+    assert tokenizer(prompts[0].text)["input_ids"] == PROMPTS[0].ids
+    found = diagnose(tiny_target, tiny["plain"], prompts, tokenizer=tokenizer, max_new_tokens=NEW)
+    assert [fault.kind for fault in found.faults] == [kind] and found.exit_code == 5
+
+
+def test_another_text_than_the_targets_is_no_rounding(tiny_target, tiny, monkeypatch):
+    right = DFlashDraftModel.decode
+
+    def wrong(self, target, input_ids, **kwargs):
+        ids = right(self, target, input_ids, **kwargs)
+        ids[:, input_ids.shape[1] + 5] = MASK
+        return ids
+
+    monkeypatch.setattr(DFlashDraftModel, "decode", wrong)
+    found = diagnose(tiny_target, tiny["plain"], PROMPTS[:2], max_new_tokens=NEW)
+    assert found.exit_code == 4 and "Wrong text" in found.verdict
+    assert all(difference["position"] == 15 and not difference["near_tie"] for difference in found.differences)
+
+
+# -- the parts --
+
+READINGS = {
+    "bidirectional": {},
+    "causal": {"is_causal": True},
+    "sliding": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+    "scaled": {"input_embedding_scale": 3.0},
+    "rope": {"is_neox_style": False, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+    "layers": {"target_layer_ids": [0, 2, NUM_LAYERS - 1]},
+    "mask": {"mask_token_id": 30},
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_scores_are_those_of_single_passes_of_a_drafter_made_with_that_config(tiny_target, name):
+    drafter, changes = make_drafter(), READINGS[name]
+    nested = {key: value for key, value in changes.items() if key == "input_embedding_scale"}
+    options = {key: value for key, value in changes.items() if key not in nested}
+    made = make_drafter(**options, dflash_config=nested)
+    made.load_state_dict(drafter.state_dict())
+    evidence = gather(tiny_target, [prompt.ids for prompt in PROMPTS[:2]], num_drafts=3, max_new_tokens=12)
+    found = score(variant(drafter, changes), evidence)
+    head, table, config = tiny_target.get_output_embeddings(), tiny_target.get_input_embeddings(), made.config
+    accepted, likelihoods = [], []
+    for ids, anchors in zip(evidence.sequences, evidence.anchors, strict=True):
+        for anchor in anchors:
+            features, _ = target_features(tiny_target, ids[None, :anchor], config.target_layer_ids)
+            block = torch.full((1, config.block_size), config.mask_token_id)
+            block[0, 0] = ids[anchor]
+            with torch.no_grad():
+                states = made(made.embed_block(block, table), features).last_hidden_state[:, 1:]
+                logits = made.compute_logits(states, head, config.vocab_size)[0]
+            right = ids[anchor + 1 : anchor + 4]
+            equal = logits.argmax(-1)[: len(right)] == right
+            accepted.append(equal.long().cumprod(0).sum().item())
+            likelihoods.append(logits.log_softmax(-1).gather(1, right[:, None]).clamp(min=-12).mean().item())
+    assert found.accepted.tolist() == accepted
+    torch.testing.assert_close(found.likelihood, torch.tensor(likelihoods), atol=1e-4, rtol=1e-4)
+
+
+def test_pairs_that_do_not_fit(tiny_target, tmp_path):
+    narrow = make_drafter(target_hidden_size=48)
+    (tmp_path / "config.json").write_text("{}")
+    for drafter, words in [(narrow, "width 48"), (tmp_path, "no file named"), (tmp_path / "none", "none")]:
+        found = diagnose(tiny_target, drafter, PROMPTS)
+        assert found.exit_code == 3 and words in found.verdict, found.verdict
+
+
+def test_the_command(tiny_target, tiny, byte_tokenizer, tmp_path):
+    tiny_target.save_pretrained(tmp_path / "target")
+    byte_tokenizer.save_pretrained(tmp_path / "target")
+    tiny["plain"].save_pretrained(tmp_path / "drafter")
+    lines = [{"turns": [byte_tokenizer.decode(prompt.ids).replace(" ", "")]} for prompt in PROMPTS]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    common = ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", str(NEW)]
+    run = CliRunner().invoke
+
+    healthy = run(app, ["check", str(tmp_path / "target"), str(tmp_path / "drafter"), *common])
+    assert healthy.exit_code in (0, 7) and "Same text: 12 of 12" in healthy.output, healthy.output
+
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    config["dflash_config"]["target_layer_ids"] = [0, 2, 3]
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "found.json"
+    broken = run(app, ["check", str(tmp_path / "target"), str(tmp_path / "drafter"), *common, "--out", str(out)])
+    assert broken.exit_code == 5 and "feature layers" in broken.stdout.rstrip().splitlines()[-1], broken.output
+    assert json.loads(out.read_text())["faults"][0]["changes"] == {"target_layer_ids": [1, 3, 4]}
+
+    for arguments, code in [
+        (["check", str(tmp_path / "target"), str(tmp_path / "none"), *common], 3),
+        (["check", str(tmp_path / "none"), str(tmp_path / "drafter"), *common], 1),
+        (["check", str(tmp_path / "target"), str(tmp_path / "drafter"), "--out", str(tmp_path / "no" / "x.json")], 1),
+    ]:
+        assert run(app, arguments).exit_code == code
