@@ -280,6 +280,7 @@ ANSWER = "answer target prompts.jsonl out --device cpu --max-new-tokens 4"
 FEATURES = "features target answers.jsonl out --drafter drafter --device cpu"
 TRAIN = "train target --data answers.jsonl --output_dir out --max_steps 1 --mask-token-id 3 --report_to none --use_cpu"
 BENCH = "bench target drafter prompts.jsonl --out out --device cpu --max-new-tokens 4"
+CHECK = "check target drafter --device cpu --max-new-tokens 4"
 CONVERT = "convert drafter out"
 PUSH = "push drafter me/x --license mit --base-model a/b --out out"
 # a command that works, what is put in place of what in it (or behind it), and what the error must say
@@ -361,6 +362,11 @@ BAD = [
     (BENCH, {" drafter": " drafter-cut"}, "drafter-cut/model.safetensors is damaged"),
     (BENCH, {"out out": "out nowhere/out"}, "There is no folder"),
     (BENCH, "--threads 0", "greater than or equal"),
+    (CHECK, {"target ": "target-cut "}, "A file of target-cut is damaged"),
+    (CHECK, {"target ": "target-pickle "}, "does not hold the weights of a LlamaForCausalLM"),
+    (CHECK, "--prompts nowhere.jsonl", "There is no file nowhere.jsonl"),
+    (CHECK, "--out nowhere/out", "There is no folder nowhere"),
+    (CHECK, "--dtype float99", "got 'float99'"),
     (CONVERT, {"drafter": "target"}, "Expected a DFlash drafter"),
     (CONVERT, {"drafter": "drafter-empty"}, "drafter-empty/model.safetensors cannot be read"),
     (CONVERT, {"out": "target"}, "target is there already"),
