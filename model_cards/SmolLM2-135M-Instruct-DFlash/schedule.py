@@ -11,7 +11,8 @@ from collections import deque
 from statistics import median
 
 _BINS = 16  # of the drafter's confidence
-_WINDOW = 12  # drafted cycles that the comparison with plain decoding looks back on
+_REMEMBERED = 8  # of them, when drafting starts again after a pause
+_WINDOW = 32  # drafted cycles that the comparison with plain decoding looks back on
 _FIRST_TRIAL, _TRIAL = 4, 2  # drafted cycles before a judgement: of a new pair, and after a pause
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # plain steps
 _GUESS = 0.05  # by how much a draft lengthens a target pass, until longer ones have been timed
@@ -158,9 +159,13 @@ class Schedule:
         learnt.on_trial += 1
         if learnt.on_trial < _TRIAL:
             return
-        if self.drafting_rate() < self.plain_rate():
+        # Checking no drafts is what a cycle does about a passage that is hard to draft. A pause is for a drafter that
+        # does not pay at all, and the fewer cycles speak against it the clearer they must.
+        doubt = 0.3 / len(learnt.cycles) ** 0.5
+        if self.drafting_rate() < (1 - doubt) * self.plain_rate():
             learnt.waits, learnt.pause = learnt.pause, min(2 * learnt.pause, _LONGEST_PAUSE)
             learnt.on_trial = 0
-            learnt.cycles.clear()  # the next trial is judged by itself
-        elif learnt.on_trial > _WINDOW:
+            while len(learnt.cycles) > _REMEMBERED:
+                learnt.cycles.popleft()
+        elif learnt.on_trial > _TRIAL:
             learnt.pause = _FIRST_PAUSE
