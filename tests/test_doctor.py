@@ -221,7 +221,13 @@ def test_scores_are_those_of_single_passes_of_a_drafter_made_with_that_config(ti
 def test_pairs_that_do_not_fit(tiny_target, tmp_path):
     narrow = make_drafter(target_hidden_size=48)
     (tmp_path / "config.json").write_text("{}")
-    for drafter, words in [(narrow, "width 48"), (tmp_path, "no file named"), (tmp_path / "none", "none")]:
+    from_one = make_drafter(target_layer_ids=[1, 3, NUM_LAYERS])
+    for drafter, words in [
+        (narrow, "width 48"),
+        (from_one, f"try target_layer_ids [0, 2, {NUM_LAYERS - 1}]"),
+        (tmp_path, "no file named"),
+        (tmp_path / "none", "none"),
+    ]:
         found = diagnose(tiny_target, drafter, PROMPTS)
         assert found.exit_code == 3 and words in found.verdict, found.verdict
 

@@ -232,7 +232,7 @@ def diagnose(
             drafter = loaded.to(target.device).eval()
         drafter.check_target(target, target.generation_config)
     except (ValueError, OSError) as error:
-        return Diagnosis(problems=[" ".join(str(error).split())])
+        return Diagnosis(problems=[" ".join(str(error).split()) + _layer_hint(target, drafter)])
     result = Diagnosis()
     encoded = [encode(prompt, tokenizer) for prompt in prompts]
     evidence = gather(target, encoded, num_drafts=drafter.config.num_drafts, max_new_tokens=max_new_tokens)
@@ -252,6 +252,14 @@ def diagnose(
     )
     result.notes = _notes(result, name, target)
     return result
+
+
+def _layer_hint(target, drafter) -> str:
+    """What to do where the config counts layers from 1."""
+    ids = getattr(getattr(drafter, "config", None), "target_layer_ids", None)
+    if not ids or min(ids) < 1 or max(ids) != target.config.get_text_config().num_hidden_layers:
+        return ""
+    return f" The ids look counted from 1, as in speculators' layout: try target_layer_ids {[i - 1 for i in ids]}."
 
 
 def _facts(found: Score) -> dict:
