@@ -31,6 +31,7 @@ QUESTIONS = [
     "There are 28 children in a class, and a quarter of them wear glasses. How many children do not wear glasses?",
     "A garden has 6 rows of 9 tulips. Rain ruins 11 tulips. How many tulips are left?",
 ]
+SLIDING = ["sliding_attention"] * 3
 
 
 # -- the real pair --
@@ -47,6 +48,11 @@ def real(smollm2):
 
 PLANTED = {
     "layers one too high": ({"target_layer_ids": [2, 9, 15, 21, 28]}, ["feature layers"]),
+    "embeddings scaled": ({"input_embedding_scale": 24.0}, ["embedding scale"]),
+    "causal": ({"is_causal": True}, ["causality"]),
+    "a window that is not there": ({"layer_types": SLIDING, "sliding_window": 8}, ["window"]),
+    "another RoPE style": ({"is_neox_style": False}, ["RoPE style"]),
+    "two at once": ({"is_neox_style": False, "mask_token_id": 1000}, ["RoPE style", "mask token"]),
 }
 
 
