@@ -51,6 +51,7 @@ PLANTED = {
     "embeddings scaled": ({"input_embedding_scale": 24.0}, ["embedding scale"]),
     "causal": ({"is_causal": True}, ["causality"]),
     "a window that is not there": ({"layer_types": SLIDING, "sliding_window": 8}, ["window"]),
+    "another RoPE base": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, ["RoPE base"]),
     "another RoPE style": ({"is_neox_style": False}, ["RoPE style"]),
     "two at once": ({"is_neox_style": False, "mask_token_id": 1000}, ["RoPE style", "mask token"]),
 }
