@@ -57,6 +57,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_mistake_planted_on_the_real_drafter_is_named(real, name, all_cores):
     drafter, evidence, tokenizer = real
@@ -67,6 +68,7 @@ def test_a_mistake_planted_on_the_real_drafter_is_named(real, name, all_cores):
     assert found.after.likelihood.mean() == pytest.approx(score(drafter, evidence).likelihood.mean(), abs=0.02)
 
 
+@pytest.mark.slow
 def test_the_shipped_pair_has_no_fault(real, all_cores):
     drafter, evidence, tokenizer = real
     weights = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
