@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers.generation import LogitsProcessor
+from transformers.generation import EosTokenCriteria, LogitsProcessor, MaxLengthCriteria
 
 from drafters import BLOCK, HITS, OracleDrafter, make_drafter
 from targets import PAD, TEXT_FAMILIES, VOCAB, WINDOW, make_target, prompt_ids, vlm_inputs
@@ -263,3 +263,46 @@ def test_a_threshold_that_no_draft_reaches():
     drafter.compute_logits = lambda hidden, head, vocab_size: hidden.new_zeros(*hidden.shape[:2], vocab_size)
     ids = target.generate(**inputs, **SETTINGS, assistant_model=drafter)
     assert without_padding(ids, inputs, rows) == rows and drafter.last_run.drafted_cycles > 0
+
+
+def test_a_users_own_limits():
+    """A criterion for length or EOS replaces the config's."""
+    target, ids = make_target("llama"), prompt_ids(length=9)
+    text = target.generate(ids, **SETTINGS | {"max_new_tokens": 40})[0].tolist()
+    for criterion in (MaxLengthCriteria(40), MaxLengthCriteria(15), MaxLengthCriteria(5), EosTokenCriteria(text[13])):
+        expected = target.generate(ids, **SETTINGS, stopping_criteria=[criterion])
+        drafter = batch_oracle([text], "sometimes")
+        out = target.generate(ids, **SETTINGS, stopping_criteria=[criterion], assistant_model=drafter)
+        assert out.tolist() == expected.tolist()
+
+
+def test_positions_shared_by_rows_that_leave():
+    target, ids = make_target("llama"), prompt_ids(3, 9)
+    expected = target.generate(ids, **SETTINGS)
+    stop = {"eos_token_id": int(expected[1, 12])}
+    expected = target.generate(ids, **SETTINGS, **stop)
+    drafter = batch_oracle(target.generate(ids, **SETTINGS).tolist(), "sometimes")
+    out = target.generate(ids, **SETTINGS, **stop, position_ids=torch.arange(9)[None], assistant_model=drafter)
+    assert out.tolist() == expected.tolist()
+
+
+def test_longrope_targets_are_decoded_plainly_across_their_threshold():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    target = make_target("phi3", rope_parameters=rope, original_max_position_embeddings=16)
+    ids = prompt_ids(length=9)
+    expected = target.generate(ids, **SETTINGS)
+    with pytest.warns(UserWarning, match="cross 16 positions"):
+        out = target.generate(ids, **SETTINGS, assistant_model=make_drafter())
+    assert out.tolist() == expected.tolist()
+
+
+def test_autocast_and_key_widths():
+    target, ids = make_target("gemma3", attn_implementation="eager"), prompt_ids(length=9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = target.generate(ids, **SETTINGS, assistant_model=make_drafter())
+    assert out.shape == (1, 9 + NEW)
+    target = make_target("llama", attn_implementation="eager")
+    embeds = target.get_input_embeddings()(ids).detach()
+    options = SETTINGS | {"return_dict_in_generate": True, "output_attentions": True}
+    plain, ours = (target.generate(inputs_embeds=embeds, **options, assistant_model=d) for d in (None, make_drafter()))
+    assert [step[0].shape[-1] for step in ours.attentions] == [step[0].shape[-1] for step in plain.attentions]

@@ -13,6 +13,7 @@ import weakref
 from types import SimpleNamespace
 
 import torch
+from transformers.cache_utils import StaticLayer
 from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
 from transformers.generation.utils import GenerateDecoderOnlyOutput, _split_model_outputs
@@ -181,6 +182,15 @@ def _why_not_row_by_row(logits_processor, stopping_criteria, generation_config, 
     return None
 
 
+def _why_not_several_tokens(target, prompt_length: int, max_length: int) -> str | None:
+    """Longrope changes its table, and with it all keys, where a text grows beyond the length of pretraining."""
+    rope = getattr(target.config.get_text_config(), "rope_parameters", None) or {}
+    short = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    if short is not None and prompt_length <= short < max_length:
+        return f"the text may cross {short} positions, where this target's longrope changes"
+    return None
+
+
 def decode(
     target,
     input_ids,
@@ -209,6 +219,9 @@ def decode(
         >>> ids = target.generate(**tokenizer(["A box", "Two"], padding=True, return_tensors="pt"),
         ...     assistant_model=drafter)                                                    # doctest: +SKIP
     """
+    drafter.check_target(target, generation_config)
+    if generation_config.num_beams > 1:
+        raise ValueError(f"A DFlash drafter serves one beam, got num_beams={generation_config.num_beams}.")
     num_rows, prompt_length = input_ids.shape
     cache = model_kwargs.get("cache")
     if cache is None:
@@ -222,9 +235,11 @@ def decode(
             f"A DFlash drafter serves one sequence at a time here, got {num_rows}: {no_slots}. Call generate() for "
             "each, or leave out assistant_model."
         )
-    together = num_rows > 1 and _why_not_row_by_row(logits_processor, stopping_criteria, generation_config, streamer)
-    if together:
-        warnings.warn(f"Decoding {num_rows} sequences without the drafter: {together}.", stacklevel=4)
+    plainly = _why_not_several_tokens(target, prompt_length, generation_config.max_length)
+    if num_rows > 1 and not plainly:
+        plainly = _why_not_row_by_row(logits_processor, stopping_criteria, generation_config, streamer)
+    if plainly:
+        warnings.warn(f"Decoding {num_rows} sequence(s) without the drafter: {plainly}.", stacklevel=4)
         record(drafter, DFlashRun(rows=num_rows))  # so that nobody takes an earlier call's figures for this one's
         return target._sample(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer, **model_kwargs
@@ -241,11 +256,12 @@ def decode(
     scores, raw_logits = [[] for _ in range(num_rows)], [[] for _ in range(num_rows)]
     of_rows = [processors_of_row(logits_processor, row) for row in range(num_rows)]
     at_once = all(type(processor) in MEMORYLESS for processor in logits_processor)
-    ends_anywhere = [c for c in stopping_criteria if not isinstance(c, sc.MaxLengthCriteria | sc.EosTokenCriteria)]
-    limits = [c.max_length for c in stopping_criteria if isinstance(c, sc.MaxLengthCriteria)]
-    max_length = min([generation_config.max_length, *limits])
-    eos_tensor = getattr(generation_config, "_eos_token_tensor", None)
-    eos_ids = set() if eos_tensor is None else set(eos_tensor.tolist())
+    # A user's own limit or EOS criterion replaces the one of the config. As plain generate() does, give one token at
+    # least.
+    ends_anywhere = [c for c in stopping_criteria if type(c) not in (sc.MaxLengthCriteria, sc.EosTokenCriteria)]
+    limits = [c.max_length for c in stopping_criteria if type(c) is sc.MaxLengthCriteria]
+    max_length = max(min(limits or [generation_config.max_length]), prompt_length + 1)
+    eos_ids = {i for c in stopping_criteria if type(c) is sc.EosTokenCriteria for i in c.eos_token_id.tolist()}
     pad_tensor = getattr(generation_config, "_pad_token_tensor", None)
     pad_id = 0 if pad_tensor is None else int(pad_tensor)
 
@@ -271,7 +287,8 @@ def decode(
     drafting = Drafting(drafter, target, generation_config, logits_processor, num_rows, shown)
     wanted = list(drafting.feature_indices)
     last_layer = target.config.get_text_config().num_hidden_layers
-    head = PackedHead.of(target.get_output_embeddings()) if drafter.pack_head else None
+    packs = drafter.pack_head and not torch.is_autocast_enabled("cpu")
+    head = PackedHead.of(target.get_output_embeddings()) if packs else None
     if head is not None and drafter.lm_head is None:
         drafting.target_head = head
     takes_no_logits = head is not None and "logits_to_keep" in inspect.signature(target.forward).parameters
@@ -285,15 +302,16 @@ def decode(
             f"{type(target).__name__} fills no cache, which a DFlash drafter needs; call generate() without "
             "assistant_model."
         )
-    if not outputs.cache.is_croppable and not target._is_stateful:
+    written_in_place = any(isinstance(layer, StaticLayer) for layer in outputs.cache.layers)
+    if not outputs.cache.is_croppable and (written_in_place or not target._is_stateful):
         raise ValueError(
             f"{type(target).__name__}'s cache cannot be cropped, which taking back rejected drafts needs; "
             "call generate() without assistant_model, or with another cache_implementation."
         )
     # Where the head alone gives the target's logits again, passes leave the head out and ours does it.
-    own_head = takes_no_logits and torch.allclose(
-        head(features[last_layer][:, -1:]), outputs.logits[:, -1:], rtol=1e-4, atol=1e-4
-    )
+    final = features[last_layer][:, -1:] if takes_no_logits else None
+    own_head = takes_no_logits and final.dtype == outputs.logits.dtype == torch.float32
+    own_head = own_head and torch.allclose(head(final), outputs.logits[:, -1:], rtol=1e-4, atol=1e-4)
     prompt_shown = None if mask is None or bool(mask.all()) else mask[:, -features[wanted[0]].shape[1] :].bool()
 
     if target._is_stateful:
@@ -365,7 +383,7 @@ def decode(
                     for count in range(1, len(new) + 1):
                         seen = None
                         if keep_scores:
-                            seen = tuple(torch.cat([*scores[row], processed[i][:count]])[:, None])
+                            seen = tuple(one[None] for part in (*scores[row], processed[i][:count]) for one in part)
                         if bool(stopping_criteria(ids[row : row + 1, : start + count], seen).all()):
                             new, done = new[:count], True
                             break
@@ -373,9 +391,9 @@ def decode(
                 committed[i] = new
                 lengths[row] += len(new)
                 if keep_scores:
-                    scores[row].append(processed[i][: len(new)])
+                    scores[row].append(processed[i][: len(new)].clone())
                 if keep_logits:
-                    raw_logits[row].append(logits[i, : len(new)])
+                    raw_logits[row].append(logits[i, : len(new)].clone())
                 if done:
                     finished.append(i)
             counts = [len(new) for new in committed]
@@ -386,8 +404,9 @@ def decode(
             if keep_attentions and (prefilling or not outputs.attentions):  # some backends return none
                 attentions += (outputs.attentions,) * counts[0]
             elif keep_attentions:
+                seen = lengths[0] - counts[0] + passes.num_columns - prompt_length  # of the cache, not of the ids
                 attentions = _split_model_outputs(
-                    attentions, outputs.attentions, lengths[0] - counts[0], counts[0], is_decoder_attention=True
+                    attentions, outputs.attentions, seen, counts[0], is_decoder_attention=True
                 )
             if keep_hidden and prefilling:
                 hidden += (outputs.hidden_states,)

@@ -123,7 +123,6 @@ class SlotLayer(DynamicLayer):
             slots = slots % self.ring
         self._keys[:, :, slots] = layer.keys[:, :, layer.keys.shape[2] - held :]
         self._values[:, :, slots] = layer.values[:, :, layer.values.shape[2] - held :]
-        layer.keys = layer.values = None  # one copy is enough; `restore` gives them back
         self._columns: torch.Tensor | None = None
         self._first: int | None = None
         self._total = num_columns

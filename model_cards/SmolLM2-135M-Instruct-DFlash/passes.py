@@ -60,12 +60,17 @@ class SlotPass:
             batch = 1 if mask is None else mask.shape[0]
             last = torch.full((batch,), self.num_columns) if mask is None else mask.sum(-1)
             position_ids = (last.to(cache.layers[0].keys.device) - 1)[:, None]
+        num_rows = cache.layers[0].keys.shape[0]
         self.last_position = position_ids[..., -1:]  # of the prompt [..., B, 1]
+        self.last_position = self.last_position.expand(*self.last_position.shape[:-2], num_rows, 1)
         self.last_column = max_length - 1 + self.offset
         self.by_type = target.config.model_type in ONE_MASK_EACH_TYPE
         self.additive = target.config.get_text_config()._attn_implementation == "eager"
         self.inputs = {k: v for k, v in model_kwargs.items() if k not in _OWN_INPUTS}
-        cache.layers[:] = [SlotLayer(layer, self.num_columns, block_size) for layer in cache.layers]
+        slots = [SlotLayer(layer, self.num_columns, block_size) for layer in cache.layers]
+        for layer in slots:
+            layer.original.keys = layer.original.values = None  # one copy is enough; `close` gives them back
+        cache.layers[:] = slots
         self.left: dict[int, list] = {}  # K/V of rows that are finished, by row of the call
 
     def run(self, block: torch.LongTensor, starts: list[int], **inputs):
@@ -121,6 +126,8 @@ class SlotPass:
         """Rows that are finished go: `{row of the call: (row of the batch, its length)}`, `keep` `[n]` long stay."""
         for row, (index, length) in rows.items():
             self._remember(row, index, length)
+            # Not views: they would keep the whole batch's buffers.
+            self.left[row][1] = [(keys.clone(), values.clone()) for keys, values in self.left[row][1]]
         for layer in self.cache.layers:
             layer.keep_rows(keep.to(layer.device))
         self.last_position = self.last_position.index_select(-2, keep.to(self.last_position.device))
