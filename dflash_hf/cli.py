@@ -111,14 +111,14 @@ def answer(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
     split: Annotated[str, typer.Option(help="Of the data set.")] = "train",
     column: Annotated[str | None, typer.Option(help="Text column that holds the user turn.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Take the first prompts only.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
-    max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 2048,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 2048,
     batch_size: Annotated[int, typer.Option(help="Conversations in a batch.")] = 64,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the best token.")] = False,
     temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="With --sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="With --sample.")] = 0,
 ) -> None:
     """Let TARGET answer PROMPTS: the training data of its drafter. Call it again after an interruption.
 
@@ -161,8 +161,8 @@ def features(
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, ...")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
-    skip: Annotated[int, typer.Option(help="Leave out the first answers.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Take this many answers.")] = None,
+    skip: Annotated[int, typer.Option(min=0, help="Leave out the first answers.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Take this many answers.")] = None,
 ) -> None:
     """Keep the TARGET's context features of ANSWERS on disk, so that training computes them once.
 

@@ -248,6 +248,7 @@ BAD_SAMPLES = {
     '{"id": 1, "ids": [1, 2': "not JSON",
     '{"id": 1, "ids": [1, 2]}': "expected the keys",
     '{"id": 1, "ids": "12", "spans": [[0, 1]]}': "list of token ids",
+    '{"id": 1, "ids": [], "spans": [[0, 0]]}': "list of token ids",
     '{"id": 1, "ids": [1, -2], "spans": [[0, 1]]}': "list of token ids",
     '{"id": 1, "ids": [1, 2], "spans": [[0, 3]]}': "within the 2 ids",
     '{"id": 1, "ids": [1, 2], "spans": [[1, 0]]}': "in order",
@@ -266,6 +267,30 @@ def test_bad_samples(line, tmp_path):
     with pytest.raises(ValueError, match=BAD_SAMPLES[line]) as error:
         read_samples(file)
     assert f"{file}:2" in str(error.value)
+
+
+def test_an_empty_file_holds_no_answers(tmp_path):
+    (tmp_path / "s.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"s\.jsonl holds no answers"):
+        read_samples(tmp_path / "s.jsonl")
+
+
+DAMAGED_FILES = {
+    "latin-1": ("f.jsonl", lambda text: text.replace("ü", "u", 1).encode("latin-1"), r"f\.jsonl:2: not UTF-8 .* 0xfc"),
+    "cut gzip": ("f.jsonl.gz", lambda text: gzip.compress(text.encode())[:-9], "damaged or cut off after line"),
+    "cut xz": ("f.jsonl.xz", lambda text: lzma.compress(text.encode())[:-9], "damaged or cut off after line"),
+    "not gzip": ("f.jsonl.gz", str.encode, "damaged or cut off after line 0"),
+    "not xz": ("f.jsonl.xz", str.encode, "damaged or cut off after line 0"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_FILES)
+@pytest.mark.parametrize("read", [read_prompts, read_samples])
+def test_a_damaged_file_is_named(damage, read, tmp_path):
+    name, encode, message = DAMAGED_FILES[damage]
+    (tmp_path / name).write_bytes(encode('{"p": [1], "r": [2], "turns": ["ü"]}\n' * 2))
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / name)
 
 
 BAD_PROMPTS = {
@@ -300,6 +325,8 @@ def test_what_cannot_be_answered(byte_tokenizer, tokenizer, tmp_path):
         answer(target, tokenizer, CHATS, tmp_path / "out.jsonl.xz")
     with pytest.raises(ValueError, match="at least 1, got 0"):
         answer(target, tokenizer, CHATS, out, batch_size=0)
+    with pytest.raises(ValueError, match="seed must be from 0"):
+        answer(target, tokenizer, CHATS, out, seed=2**64)
     tokenizer.chat_template = "{{ raise_exception('no system here') }}"
     with pytest.raises(ValueError, match="refuses the prompt 'one': no system here"):
         answer(target, tokenizer, CHATS, out)

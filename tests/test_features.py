@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import app
 from dflash_hf.training import features as module
+from dflash_hf.training.answers import Sample
 from dflash_hf.training.features import FeatureDataset, feature_bytes, target_features, write_features
 from dflash_hf.training.trainer import SampleDataset, read_dataset
 from drafters import make_drafter
-from targets import make_target
+from targets import VOCAB, make_target
 from test_training import arguments, assert_same_weights, samples, target, trained  # noqa: F401  (fixtures)
 
 LAYERS = [1, 3, 4]  # of drafters.drafter_config
@@ -146,6 +147,26 @@ def test_features_of_something_else_are_not_mixed_in(change, message, target, sa
     with pytest.raises(ValueError, match=message):
         write_features(**settings | {"samples_per_shard": 2} | change)
     assert len(FeatureDataset(folder)) == len(samples)
+
+
+def test_token_ids_of_another_vocabulary_are_refused_before_anything_is_written(target, samples, folder, tmp_path):
+    foreign = [samples[0], Sample("odd", [*samples[1].ids, VOCAB], samples[1].spans)]
+    message = f"Sample odd holds the token id {VOCAB}, and the target's vocabulary has {VOCAB}"
+    with pytest.raises(ValueError, match=message):
+        trained(target, SampleDataset(foreign), tmp_path / "out")
+    with pytest.raises(ValueError, match=message):
+        write_features(target, foreign, tmp_path / "new", LAYERS)
+    largest = max(max(sample.ids) for sample in samples)
+    smaller = make_target("qwen3", vocab_size=largest)
+    with pytest.raises(ValueError, match=rf"The shard .* holds the token id {largest}, .* has {largest}"):
+        FeatureDataset(folder).check_ids(smaller)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_out_of_range_is_refused(seed, tmp_path):
+    with pytest.raises(ValueError, match=f"seed must be from 0 .*, got {seed}"):
+        arguments(tmp_path, seed=seed)
 
 
 def test_float16_refuses_what_it_cannot_hold(samples, tmp_path):

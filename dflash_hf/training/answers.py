@@ -11,6 +11,7 @@ import lzma
 import os
 import random
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -123,17 +124,30 @@ def _dataset_records(name: str, split: str) -> Iterator[tuple[str, dict]]:
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict]]:
     """Yield `(line number from 1, object)`."""
-    with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not JSON ({error}); expected one object a line.") from None
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}.")
-            yield number, record
+    number = 0
+    with OPENERS.get(path.suffix, open)(path, "rb") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _object(line, f"{path}:{number}")
+        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+            raise ValueError(
+                f"{path} is damaged or cut off after line {number} ({error}): fetch or write it again."
+            ) from None
+
+
+def _object(line: bytes, where: str) -> dict:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: not UTF-8 (byte {error.start + 1} of the line is 0x{line[error.start]:02x}); save it as UTF-8."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error}); expected one object a line.") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}.")
+    return record
 
 
 def _messages(record: dict, column: str | None, where: str) -> list[dict[str, str]]:
@@ -175,7 +189,7 @@ def read_samples(path: str | os.PathLike) -> list[Sample]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is of another form, or cut off; says which.
+        ValueError: a line is of another form, or cut off, and says which; or there is no line.
 
     Example:
         >>> sample = read_samples("answers.jsonl")[0]                      # doctest: +SKIP
@@ -183,7 +197,28 @@ def read_samples(path: str | os.PathLike) -> list[Sample]:
         ['Goethe wrote Faust.<|im_end|>']
     """
     path = Path(path)
-    return [_sample(record, f"{path}:{number}", number - 1) for number, record in _json_lines(path)]
+    samples = [_sample(record, f"{path}:{number}", number - 1) for number, record in _json_lines(path)]
+    if not samples:
+        raise ValueError(f"{path} holds no answers: expected a file that `dflash-hf answer` wrote.")
+    return samples
+
+
+def check_ids(where: str, largest: int, target) -> None:
+    """Refuse token ids that a target has no embedding for.
+
+    Args:
+        where: says in the message what holds them.
+        largest: of the ids.
+
+    Raises:
+        ValueError: it is beyond the target's embedding table.
+    """
+    rows = target.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise ValueError(
+            f"{where} holds the token id {largest}, and the target's vocabulary has {rows}: these are answers of "
+            "another target. Let this one write its own with `dflash-hf answer`."
+        )
 
 
 def _sample(record: dict, where: str, number: int) -> Sample:
@@ -194,8 +229,8 @@ def _sample(record: dict, where: str, number: int) -> Sample:
     if not {"id", "ids", "spans"} <= set(record):
         raise ValueError(f"{where}: expected the keys id, ids and spans (or p and r), got {sorted(record)}.")
     ids, spans = record["ids"], record["spans"]
-    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError(f"{where}: `ids` must be a list of token ids, whole numbers from 0.")
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"{where}: `ids` must be a list of token ids, at least one, whole numbers from 0.")
     try:
         bounds = [edge for start, stop in spans for edge in (start, stop)]
         edges = [0, *bounds, len(ids)]
@@ -246,8 +281,8 @@ def answer(
         progress: show progress in the terminal (needs the package `rich`).
 
     Raises:
-        ValueError: the tokenizer has no chat template or refuses a prompt, or `out` holds something else than samples
-            of these prompts. Nothing is written then.
+        ValueError: the tokenizer has no chat template or refuses a prompt, `out` holds something else than samples of
+            these prompts, or an argument is out of its range. Nothing is written then.
 
     Example:
         >>> answer(target, tokenizer, read_prompts("prompts.jsonl"), "answers.jsonl").written     # doctest: +SKIP
@@ -255,6 +290,8 @@ def answer(
     """
     if batch_size < 1 or max_new_tokens < 1:
         raise ValueError(f"batch_size and max_new_tokens must be at least 1, got {batch_size} and {max_new_tokens}.")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}.")
     if tokenizer.chat_template is None:
         raise ValueError(
             "The tokenizer has no chat template; expected an instruction-tuned target. For another one set "

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging
 
-from .answers import Sample
+from .answers import Sample, check_ids
 
 logger = logging.get_logger(__name__)
 
@@ -93,7 +93,8 @@ def write_features(
         progress: a progress bar with tokens/s and time left (needs the package `rich`).
 
     Raises:
-        ValueError: the folder holds features of something else, a value does not fit float16, or an unknown `dtype`.
+        ValueError: the folder holds features of something else, a value does not fit float16, an unknown `dtype`, or
+            a token id is beyond the target's vocabulary.
         OSError: the disk has no room for all of it (said before anything is computed) or cannot be written.
 
     Example:
@@ -102,6 +103,8 @@ def write_features(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    for sample in samples:
+        check_ids(f"Sample {sample.id}", max(sample.ids), target)
     folder = Path(folder)
     hidden_size = target.config.get_text_config().hidden_size
     width = hidden_size * (len(layer_ids) + with_final)
@@ -265,6 +268,12 @@ class FeatureDataset(torch.utils.data.Dataset):
         except (SafetensorError, OSError) as error:
             raise ValueError(_damaged(path, error)) from error
         return item
+
+    def check_ids(self, target) -> None:
+        """Refuse ids that `target` has no embedding for, see `answers.check_ids`."""
+        for path in {path: None for path, *_ in self.items}:
+            with safe_open(path, framework="pt") as shard:
+                check_ids(f"The shard {path}", int(shard.get_tensor("ids").max()), target)
 
     def without_features(self, i: int) -> dict:
         """Item i without what takes time to read."""

@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from .acceptance import figures, walk
-from .answers import Sample, read_samples
+from .answers import Sample, check_ids, read_samples
 from .features import FeatureDataset, target_features
 from .objective import (
     IGNORE,
@@ -70,6 +70,8 @@ class DFlashTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"num_anchors must be at least 1 and max_length at least 2, got {self.num_anchors}, {self.max_length}."
             )
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to 2**32 - 1, got {self.seed}.")
         if not 0 <= self.distillation_weight <= 1:
             raise ValueError(f"distillation_weight must be from 0 to 1, got {self.distillation_weight}.")
 
@@ -91,6 +93,11 @@ class SampleDataset(torch.utils.data.Dataset):
     def __getitem__(self, i: int) -> dict:
         sample = self.samples[i]
         return {"sample_id": sample.id, "ids": torch.tensor(sample.ids, dtype=torch.long), "spans": sample.spans}
+
+    def check_ids(self, target) -> None:
+        """Refuse ids that `target` has no embedding for, see `answers.check_ids`."""
+        for sample in self.samples:
+            check_ids(f"Sample {sample.id}", max(sample.ids), target)
 
 
 def read_dataset(sources: list[str | os.PathLike]) -> torch.utils.data.Dataset:
@@ -124,7 +131,8 @@ class DFlashTrainer(Trainer):
         eval_dataset: the same, or a dict of them by name.
 
     Raises:
-        ValueError: the drafter does not fit the target, or the features are of other layers.
+        ValueError: the drafter does not fit the target, the features are of other layers, or a token id is beyond the
+            target's vocabulary. Nothing was written then.
 
     Example:
         >>> dataset = SampleDataset(read_samples("answers.jsonl"))                                # doctest: +SKIP
@@ -143,6 +151,8 @@ class DFlashTrainer(Trainer):
         self.target = target
         for name, dataset in {"train_dataset": train_dataset, **_by_name(eval_dataset)}.items():
             _check_features(dataset, name, self.drafter.config, args.distillation_weight)
+            if hasattr(dataset, "check_ids"):
+                dataset.check_ids(target)
         use_block_attention(self.drafter)
         for part in (self.drafter.embed_tokens, self.drafter.lm_head):
             if part is not None:
