@@ -73,7 +73,7 @@ class SlotPass:
         cache.layers[:] = slots
         self.left: dict[int, list] = {}  # K/V of rows that are finished, by row of the call
 
-    def run(self, block: torch.LongTensor, starts: list[int], **inputs):
+    def run(self, block: torch.Tensor, starts: list[int], **inputs):
         """The target's outputs on `block` `[B, L]`, whose rows begin at the columns `starts` of the ids."""
         length, device = block.shape[1], block.device
         first = starts[0] + self.offset if min(starts) == max(starts) else None
@@ -187,7 +187,7 @@ class CropPass:
             self.forward = target.get_compiled_call(generation_config.compile_config)
         self._num_committed = 0
 
-    def run(self, block: torch.LongTensor, starts: list[int], **inputs):
+    def run(self, block: torch.Tensor, starts: list[int], **inputs):
         """The target's outputs on `block` `[1, L]`, which begins at the last committed token."""
         model_kwargs = {**_extend(self.model_kwargs, block.shape[1] - 1), **inputs}
         model_inputs = self.target.prepare_inputs_for_generation(
@@ -221,7 +221,7 @@ class ReplayPass(CropPass):
     Arguments are those of `CropPass`. A pass that accepts all of its drafts costs nothing more.
     """
 
-    def run(self, block: torch.LongTensor, starts: list[int], **inputs):
+    def run(self, block: torch.Tensor, starts: list[int], **inputs):
         self._before = _snapshot(self.cache)
         self._last = block, starts, inputs
         return super().run(block, starts, **inputs)

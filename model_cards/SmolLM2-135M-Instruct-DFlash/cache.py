@@ -163,7 +163,7 @@ class SlotLayer(DynamicLayer):
         """Slots that attention reads in this pass."""
         return self._total if self.ring is None else min(self._total, self.ring)
 
-    def visible(self) -> torch.Tensor:
+    def visible(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Which column each query may see: `[B, L, num_slots]` bool for the causal part, and the columns themselves.
 
         Returns:

@@ -178,7 +178,7 @@ def knobs(drafter) -> tuple[int, float, str, bool]:
     return most, threshold or 0.0, sampling or "rejection", schedule != "constant"
 
 
-def warp(processors, logits: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor | None]:
+def warp(processors, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Memoryless processors applied to all rows of `[n, V]` at once, as transformers' own up to rounding.
 
     What follows a top-k works on the k survivors of each row: to sort or to draw from a whole vocabulary takes longer
@@ -211,14 +211,14 @@ def processors_of_row(processors, row: int) -> LogitsProcessorList:
     return own
 
 
-def spread(values: torch.Tensor, ids: torch.LongTensor | None, vocab_size: int) -> torch.Tensor:
+def spread(values: torch.Tensor, ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
     """Logits `[..., V]` of what `warp` gives, -inf for all other tokens."""
     if ids is None:
         return values
     return values.new_full((*values.shape[:-1], vocab_size), float("-inf")).scatter_(-1, ids, values)
 
 
-def pick(values: torch.Tensor, ids: torch.LongTensor | None, do_sample: bool, noise=None) -> torch.LongTensor:
+def pick(values: torch.Tensor, ids: torch.Tensor | None, do_sample: bool, noise=None) -> torch.Tensor:
     """One token for every row of `[B, g, n]`: the likeliest, the likeliest with `noise`, or one drawn."""
     if noise is not None:
         index = (values + noise.at(ids, values.shape[1])).argmax(-1)
@@ -254,7 +254,7 @@ class GumbelNoise:
         self.vocab_size = vocab_size
         self._keys = torch.tensor([[_signed(_mix(counter)) for counter in row] for row in counters], device=device)
 
-    def at(self, ids: torch.LongTensor | None, width: int | None = None) -> torch.Tensor:
+    def at(self, ids: torch.Tensor | None, width: int | None = None) -> torch.Tensor:
         """Float32 noise for the first `width` positions: of all tokens `[B, width, V]`, or of ids `[B, width, n]`."""
         keys = self._keys[:, :width, None]
         tokens = torch.arange(self.vocab_size, device=keys.device) if ids is None else ids
@@ -354,7 +354,7 @@ class Drafting:
         self.pending = []
         return context, valid
 
-    def draft(self, anchors: torch.LongTensor, limit: int, histories=None, noise=None):
+    def draft(self, anchors: torch.Tensor, limit: int, histories=None, noise=None):
         """One drafter pass: `[anchor, mask, ..., mask]` for every row, given its context.
 
         Args:
@@ -402,7 +402,7 @@ class Drafting:
         values, ids = values[:, :limit], None if ids is None else ids.unflatten(0, logits.shape[:2])[:, :limit]
         return pick(values, ids, self.do_sample, noise), values, ids
 
-    def _place(self, num_context: int, valid: torch.Tensor | None, device) -> torch.LongTensor:
+    def _place(self, num_context: int, valid: torch.Tensor | None, device) -> torch.Tensor:
         """Where the new context and the block go: tells the cache, returns their positions `[B, S + L]`."""
         block_size = self.drafter.config.block_size
         same = min(self.held) == max(self.held) and self.context_cache.length == self.held[0]
@@ -526,7 +526,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         is_first_iteration=False,
         n_last_matches=0,
         **kwargs,
-    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return `input_ids` `[1, n]` with g drafts appended, and the logits `[1, g, V]` they were drawn from.
 
         The logits are float32 and None when nothing was sampled (greedy) or nothing is offered (g = 0).

@@ -512,9 +512,9 @@ def decode(
 
 def _by_step(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
     """Scores `[m, V]` of each row's cycles as one `[B, V]` for every step; zeros where a row has ended before."""
-    rows = [torch.cat(row) for row in rows]
-    longest = max(len(row) for row in rows)
-    padded = [torch.cat([row, row.new_zeros(longest - len(row), row.shape[1])]) for row in rows]
+    whole = [torch.cat(row) for row in rows]
+    longest = max(len(row) for row in whole)
+    padded = [torch.cat([row, row.new_zeros(longest - len(row), row.shape[1])]) for row in whole]
     return tuple(torch.stack(padded, dim=1))
 
 

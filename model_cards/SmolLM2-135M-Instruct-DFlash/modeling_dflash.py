@@ -294,7 +294,7 @@ class DFlashDraftModel(PreTrainedModel):
     dflash_protocol = PROTOCOL
     pack_head = True
 
-    def __init__(self, config: DFlashConfig, own_tensors: dict[str, list[int]] | None = None):
+    def __init__(self, config: DFlashConfig, own_tensors: dict[str, list] | None = None):
         """Build a drafter with fresh weights.
 
         Args:
@@ -316,7 +316,8 @@ class DFlashDraftModel(PreTrainedModel):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.embed_tokens = nn.Embedding(*own["embed_tokens.weight"]) if "embed_tokens.weight" in own else None
-        self.lm_head = nn.Linear(*reversed(own["lm_head.weight"]), bias=False) if "lm_head.weight" in own else None
+        head = own.get("lm_head.weight")
+        self.lm_head = nn.Linear(head[1], head[0], bias=False) if head else None
         self.register_buffer("d2t", torch.zeros(own["d2t"], dtype=torch.long) if "d2t" in own else None)
         self.register_buffer("mask_embedding", None, persistent=False)  # [D]; lives in mask_embedding.pt
         self.generation_config = GenerationConfig()
@@ -328,7 +329,7 @@ class DFlashDraftModel(PreTrainedModel):
         self,
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         cache=None,
         **kwargs,
@@ -380,7 +381,7 @@ class DFlashDraftModel(PreTrainedModel):
             block = layer(block, **inputs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(block))
 
-    def embed_block(self, ids: torch.LongTensor, target_embeddings: nn.Module) -> torch.Tensor:
+    def embed_block(self, ids: torch.Tensor, target_embeddings: nn.Module) -> torch.Tensor:
         """Embeddings `[B, L, D]` of block ids `[B, L]` from the drafter's own table, or the target's RAW one.
 
         Targets that scale or normalise their embeddings (Gemma) do so outside the drafter, which saw the bare table
@@ -607,8 +608,8 @@ class DFlashDraftModel(PreTrainedModel):
             ValueError: the checkpoint is of another kind, a file of it is damaged (named), or it misses tensors or has
                 tensors of unknown use (named).
         """
-        hub = {key: kwargs[key] for key in ("cache_dir", "force_download", "local_files_only", "token", "revision",
-                                            "subfolder") if key in kwargs}  # fmt: skip
+        options = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+        hub: dict = {key: kwargs[key] for key in options if key in kwargs}
         path = pretrained_model_name_or_path
 
         def find(filename: str) -> str | None:
@@ -673,7 +674,7 @@ class DFlashDraftModel(PreTrainedModel):
             model.mask_embedding = embedding.flatten().to(model.device, model.dtype)
         if find(GENERATION_CONFIG_NAME) is not None:
             model.generation_config = GenerationConfig.from_pretrained(path, **hub)
-        return (model, info) if wants_info else model
+        return (model, info) if wants_info else model  # type: ignore[return-value]  # as transformers does
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
         """Write z-lab's layout and beside it the code that `trust_remote_code=True` runs (arguments: transformers).
