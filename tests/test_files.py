@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
 from dflash_hf import DFlashDraftModel
 from drafters import make_drafter
@@ -78,6 +79,16 @@ def test_the_layout_is_z_labs(tmp_path):
     assert not any("embed" in name or "lm_head" in name for name in tensors)
 
 
+@pytest.mark.parametrize("load", [DFlashDraftModel, AutoModel], ids=lambda of: of.__name__)
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
+def test_dtype_is_the_files_or_the_callers(load, stored, tmp_path):
+    make_drafter().to(stored).save_pretrained(tmp_path)
+    remote = {} if load is DFlashDraftModel else {"trust_remote_code": True}
+    for given, expected in ({}, stored), ({"dtype": "auto"}, stored), ({"dtype": "float16"}, torch.float16):
+        drafter = load.from_pretrained(tmp_path, **given, **remote)
+        assert {p.dtype for p in drafter.parameters()} == {expected} and drafter.config.dtype == expected
+
+
 @pytest.mark.parametrize("which", ["a tiny drafter", "the card's"])
 def test_transformers_alone_loads_generates_saves_and_loads_again(which, tmp_path):
     ids = prompt_ids(length=9)
@@ -116,7 +127,7 @@ print(json.dumps(texts))
 
 
 def test_package_and_remote_code_in_one_process(tmp_path):
-    from transformers import AutoModel
+
 
     target, ids, drafter = make_target("llama"), prompt_ids(length=9), make_drafter()
     drafter.save_pretrained(tmp_path)

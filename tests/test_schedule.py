@@ -100,3 +100,18 @@ def test_it_takes_up_drafting_again():
     run("gpu", flat(0.0), 300, Schedule(drafter, target, 1, DRAFTS))
     rate, _ = run("gpu", flat(0.9), 3000, Schedule(drafter, target, 1, DRAFTS))
     assert rate > 0.8 * run("gpu", flat(0.9), 3000, always=DRAFTS)[0]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_each_call_is_judged_by_its_own_text(machine):
+    """Texts that drafts suit and texts that they do not, in turns: neither spoils the other."""
+    drafter, target, plain = Thing(), Thing(), 1 / MACHINES[machine][0][0]
+    suits, does_not = flat(0.85), flat(0.1)
+    best = max(run(machine, suits, 6000, always=k)[0] for k in range(DRAFTS + 1))
+    rates = {suits: [], does_not: []}
+    for seed in range(40):
+        for right in rates:
+            rate, _ = run(machine, right, 128, Schedule(drafter, target, 1, DRAFTS), seed=seed, noise=0.0)
+            rates[right].append(rate)
+    assert sum(rates[suits]) / 40 > 0.95 * best
+    assert sum(rates[does_not]) / 40 > 0.97 * plain

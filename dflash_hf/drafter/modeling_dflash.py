@@ -635,8 +635,10 @@ class DFlashDraftModel(PreTrainedModel):
                     "This is a Muse Glimmer assistant, which transformers runs itself: load it with AutoModel and "
                     'pass speculation_type="dflash" to generate().'
                 )
+            # The config would take the files' options for itself, and "auto" for a dtype.
+            dtype = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}
             config, kwargs = DFlashConfig.from_pretrained(source, return_unused_kwargs=True, **kwargs)
-            kwargs |= hub  # the config takes them for itself
+            kwargs |= hub | dtype
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(
             path,

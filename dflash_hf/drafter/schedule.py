@@ -11,26 +11,36 @@ from collections import deque
 from statistics import median
 
 _BINS = 16  # of the drafter's confidence
-_REMEMBERED = 8  # of them, when drafting starts again after a pause
-_WINDOW = 32  # drafted cycles that the comparison with plain decoding looks back on
-_FIRST_TRIAL, _TRIAL = 4, 2  # drafted cycles before a judgement: of a new pair, and after a pause
-_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # plain steps
+_WINDOW, _KEPT = 32, 8  # drafted cycles that give the drafting rate, and how many of them outlast a pause
 _GUESS = 0.05  # by how much a draft lengthens a target pass, until longer ones have been timed
 
-# drafter -> target -> number of rows -> what was learnt, for all calls of this process
+# Drafting stops when it has lost so much time against plain decoding, counted in plain steps from where it last stood
+# best, as a CUSUM test does (Page 1954). A text that drafts suit does not build up credit for one that they do not.
+_PATIENCE = 3.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # plain steps; each pause is twice the last one until drafting has paid
+_GRANT = 38.0  # this over the next pause is the patience for a new call, and for drafting again after a pause
+
+# drafter -> target -> what was learnt, for all calls of this process
 _learnt: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
-class _Learnt:
-    """What calls of one drafter, target and batch size have measured."""
+class _Pair:
+    """What calls of one drafter and target have learnt."""
 
-    def __init__(self, num_drafts: int, confidence: "_Confidence"):
-        self.confidence = confidence
+    def __init__(self):
+        self.confidence = _Confidence()
+        self.costs = {}  # (rows, drafts) -> _Costs
+        self.lost = 0.0  # plain steps
+        self.pause, self.waits = _FIRST_PAUSE, 0  # plain steps of the next pause, and left of this one
+
+
+class _Costs:
+    """What calls of one batch size have measured."""
+
+    def __init__(self, num_drafts: int):
         self.verify_s = [deque(maxlen=9) for _ in range(num_drafts + 1)]  # of a target pass over k drafts
         self.draft_s = deque(maxlen=9)
         self.cycles = deque(maxlen=_WINDOW)  # of drafted ones: tokens expected, seconds
-        self.pause, self.waits = _FIRST_PAUSE, 0  # plain steps of the next pause, and left of this one
-        self.on_trial = _TRIAL - _FIRST_TRIAL  # drafted cycles since the last pause
 
 
 class _Confidence:
@@ -77,24 +87,22 @@ class Schedule:
     """
 
     def __init__(self, drafter, target, num_rows: int, num_drafts: int):
-        of_target = _learnt.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, {})
-        self._all, self._num_drafts = of_target, num_drafts
-        self._first = True
+        of_target = _learnt.setdefault(drafter, weakref.WeakKeyDictionary())
+        self.pair = pair = of_target.setdefault(target, _Pair())
+        # Another call is another text, which deserves a look at its drafts.
+        pair.lost = max(pair.lost, _PATIENCE - _GRANT / pair.pause)
+        pair.waits = 0
+        self._num_drafts, self._first = num_drafts, True
         self.rows(num_rows)
 
     def rows(self, num_rows: int) -> None:
         """Go on with so many rows."""
         self.num_rows = num_rows
-        key = (num_rows, self._num_drafts)
-        if key not in self._all:
-            # How often a confidence is right has nothing to do with the batch.
-            known = next((learnt.confidence for learnt in self._all.values()), None)
-            self._all[key] = _Learnt(self._num_drafts, known or _Confidence())
-        self.learnt = self._all[key]
+        self.costs = self.pair.costs.setdefault((num_rows, self._num_drafts), _Costs(self._num_drafts))
 
     def verify_seconds(self, k: int) -> float:
         """Of a target pass over k drafts: measured, or on a line between the nearest lengths that were."""
-        times = self.learnt.verify_s
+        times = self.costs.verify_s
         if times[k]:
             return median(times[k])
         low = max(i for i in range(k) if times[i])  # a plain step at least has been timed
@@ -110,31 +118,28 @@ class Schedule:
 
     def drafting_rate(self) -> float:
         """Tokens a second in the last cycles with drafts, as expected of them: steadier than what came."""
-        cycles = list(self.learnt.cycles)  # another thread may be at it, too
+        cycles = list(self.costs.cycles)  # another thread may be at it, too
         return sum(tokens for tokens, _ in cycles) / max(sum(seconds for _, seconds in cycles), 1e-9)
 
     def wants_draft(self) -> bool:
         """Whether the drafter is to run in this cycle."""
-        learnt = self.learnt
         self._expected = float(self.num_rows)  # of the cycle, unless `length` is asked
-        if not learnt.verify_s[0]:
+        if not self.costs.verify_s[0]:
             return False  # a plain step comes first: everything is measured against it
-        if learnt.waits > 0:
-            learnt.waits -= 1
+        if self.pair.waits > 0:
+            self.pair.waits -= 1
             return False
         return True
 
     def length(self, confidences: list[list[float]]) -> int:
         """How many of the drafts to check, given each row's confidence slot by slot."""
-        longest, learnt = len(confidences[0]), self.learnt
-        rate = self.plain_rate()
-        if len(learnt.cycles) >= _FIRST_TRIAL:
-            rate = max(rate, self.drafting_rate())
+        longest = len(confidences[0])
+        rate = max(self.plain_rate(), self.drafting_rate()) if self.costs.cycles else self.plain_rate()
         expected, chances = float(self.num_rows), [1.0] * self.num_rows
         best, best_value, self._expected = 0, expected - rate * self.verify_seconds(0), expected
         for k in range(1, longest + 1):
             for row, confidence in enumerate(confidences):
-                chances[row] *= learnt.confidence.chance(confidence[k - 1])
+                chances[row] *= self.pair.confidence.chance(confidence[k - 1])
             expected += sum(chances)
             value = expected - rate * self.verify_seconds(k)
             if value > best_value:
@@ -144,28 +149,24 @@ class Schedule:
     def note_right(self, confidence: list[float], right: int) -> None:
         """Of one row's drafts with these confidences the first `right` were right, the next one (if any) was wrong."""
         for slot, value in enumerate(confidence[: right + 1]):
-            self.learnt.confidence.note(value, slot < right)
+            self.pair.confidence.note(value, slot < right)
 
     def note_cycle(self, k: int, drafted: bool, draft_s: float, verify_s: float) -> None:
         """A cycle is over. The first one of a call is not representative and is left out."""
-        learnt, first, self._first = self.learnt, self._first, False
+        costs, pair, first, self._first = self.costs, self.pair, self._first, False
         if first:
             return
-        learnt.verify_s[k].append(verify_s)
+        costs.verify_s[k].append(verify_s)
         if not drafted:
             return
-        learnt.draft_s.append(draft_s)
-        learnt.cycles.append((self._expected, median(learnt.draft_s) + self.verify_seconds(k)))
-        learnt.on_trial += 1
-        if learnt.on_trial < _TRIAL:
-            return
-        # Checking no drafts is what a cycle does about a passage that is hard to draft. A pause is for a drafter that
-        # does not pay at all, and the fewer cycles speak against it the clearer they must.
-        doubt = 0.3 / len(learnt.cycles) ** 0.5
-        if self.drafting_rate() < (1 - doubt) * self.plain_rate():
-            learnt.waits, learnt.pause = learnt.pause, min(2 * learnt.pause, _LONGEST_PAUSE)
-            learnt.on_trial = 0
-            while len(learnt.cycles) > _REMEMBERED:
-                learnt.cycles.popleft()
-        elif learnt.on_trial > _TRIAL:
-            learnt.pause = _FIRST_PAUSE
+        costs.draft_s.append(draft_s)
+        seconds = median(costs.draft_s) + self.verify_seconds(k)
+        costs.cycles.append((self._expected, seconds))
+        pair.lost = max(0.0, pair.lost + seconds / self.verify_seconds(0) - self._expected / self.num_rows)
+        if pair.lost == 0.0:
+            pair.pause = _FIRST_PAUSE
+        elif pair.lost > _PATIENCE:
+            pair.waits, pair.pause = pair.pause, min(2 * pair.pause, _LONGEST_PAUSE)
+            pair.lost = _PATIENCE - _GRANT / pair.pause
+            while len(costs.cycles) > _KEPT:
+                costs.cycles.popleft()
