@@ -1,14 +1,16 @@
-"""Plain and DFlash decoding side by side in the browser: the same text, accepted drafts shaded, tau and speed-up live.
+"""Plain and DFlash decoding side by side in the browser: accepted drafts shaded, tau and speed-up live.
 
 TARGET=Qwen/Qwen3-4B DRAFTER=z-lab/Qwen3-4B-DFlash-b16 python examples/space/app.py
 """
 
+import itertools
 import math
 import os
 import time
 from collections.abc import Iterator
-from queue import Queue
-from threading import Thread
+from dataclasses import dataclass, field
+from html import escape
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import gradio as gr
@@ -17,93 +19,177 @@ from dflash_hf.checkpoints import load_drafter
 from dflash_hf.cli import load_target
 from dflash_hf.terminal import AcceptedStreamer, encode
 
-ACCEPTED = "accepted draft"
+PROMPTS = [
+    "Why does the moon look different from night to night?",
+    "A baker fills 6 trays with 12 rolls each and sells 45 of them. How many rolls are left?",
+    "Write a Python function that tells whether a word is a palindrome.",
+]
+SCHEDULES = [("as many as pay here (adaptive)", "adaptive"), ("always full blocks (constant)", "constant")]
+INTRO = """# DFlash speculative decoding
+One model answers twice: plainly, a token a pass, and with a small drafter that proposes a block of tokens for the
+model to check in one pass. The text is the same. Greedy, one after the other, so that neither slows the other down.
+"""
+THEME = gr.themes.Default(primary_hue="emerald", neutral_hue="slate")
+CSS = """
+.run { border: 1px solid var(--border-color-primary); border-radius: 8px; padding: 14px 16px; }
+.run h3 { margin: 0 0 6px; font-size: 1rem; }
+.run small, .run footer { opacity: .75; font-size: .85rem; font-weight: 400; }
+.run .figures { display: flex; flex-wrap: wrap; gap: 4px 28px; min-height: 54px; }
+.run .figures b { display: block; font-size: 1.6rem; line-height: 1.2; font-variant-numeric: tabular-nums; }
+.run .text { white-space: pre-wrap; overflow-wrap: anywhere; min-height: 220px; margin-top: 10px; line-height: 1.6; }
+.run mark { background: #86efac; color: #14532d; border-radius: 3px; }
+.run footer { min-height: 1.4em; }
+"""
 
 
-def stream(target, tokenizer, ids, drafter=None, **options) -> Iterator[tuple[str, bool, int, float]]:
-    """Pieces of text while they come: `(piece, accepted, tokens so far, tau so far)`. Greedy."""
-    found: Queue = Queue()
-    # Without a drafter every token is a pass of its own.
-    run = SimpleNamespace(target_passes=0, tau=1.0)
+@dataclass
+class Run:
+    """What came so far of one way of decoding; `pieces` are `(text, whether an accepted draft)`."""
+
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
+    tokens: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+    tau: float = 1.0
+    error: Exception | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece, _ in self.pieces)
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class EveryTokenAPass:
+    """In the place of a drafter's `last_run` where there is no drafter: one more pass at every look."""
+
+    tau = 1.0
+
+    def __init__(self):
+        self._passes = itertools.count()
+
+    @property
+    def target_passes(self) -> int:
+        return next(self._passes)
+
+
+def decode(target, tokenizer, ids, drafter=None, **options) -> Iterator[Run]:
+    """Greedy text behind `ids`, looked at every 50 ms while it is made, and when it is whole.
+
+    Raises:
+        Exception: what `generate()` raised.
+    """
+    run, stopped, start = Run(), Event(), time.perf_counter()
+    source = drafter or SimpleNamespace(last_run=EveryTokenAPass())
 
     def write(piece: str, accepted: bool) -> None:
-        figures = run if drafter is None else drafter.last_run
-        tau = 1.0 if math.isnan(figures.tau) else figures.tau  # before the first cycle
-        found.put((piece, accepted, len(streamer.ids), tau))
+        if stopped.is_set():
+            raise InterruptedError("Nobody looks any more.")
+        run.pieces.append((piece, accepted))
+        # The clock is read here: how fast the page draws is no part of the figures.
+        run.tokens, run.seconds = len(streamer.ids), time.perf_counter() - start
+        run.passes = run.tokens if drafter is None else drafter.last_run.target_passes
+        run.tau = 1.0 if math.isnan(source.last_run.tau) else source.last_run.tau  # before the first cycle
 
     def work() -> None:
         try:
             target.generate(ids, do_sample=False, assistant_model=drafter, streamer=streamer, **options)
-            found.put(None)
-        except Exception as error:  # shown by the page, which runs in another thread
-            found.put(error)
+        except Exception as error:  # raised below, in the thread that shows it
+            run.error = error
 
-    streamer = AcceptedStreamer(tokenizer, drafter or SimpleNamespace(last_run=run), write)
-    if drafter is None:
-        put = streamer.put
-
-        def put_and_count(value) -> None:
-            put(value)
-            run.target_passes += 1
-
-        streamer.put = put_and_count
-    Thread(target=work).start()
-    while (item := found.get()) is not None:
-        if isinstance(item, Exception):
-            raise gr.Error(str(item))
-        yield item
+    streamer = AcceptedStreamer(tokenizer, source, write)
+    thread = Thread(target=work)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.05)
+            yield run
+    finally:  # also when the page was closed or Stop pressed: the next visitor has the machine for himself
+        stopped.set()
+        thread.join()
+    if run.error is not None:
+        raise run.error
+    yield run
 
 
-def compare(target, drafter, tokenizer, prompt: str, max_new_tokens: int):
-    """Plain decoding, then with the drafter: at the same time they would slow each other down.
+def panel(title: str, what: str, run: Run | None = None, plain: Run | None = None, note: str = "") -> str:
+    """HTML of a column; with `plain`, the run that it is compared with."""
+    figures = [] if run is None else [(f"{run.speed:.1f}", "tokens/s"), (f"{run.passes}", "target passes")]
+    if run is not None and plain is not None:
+        figures.insert(1, (f"{run.speed / plain.speed:.2f}x", "speed-up"))
+        figures.append((f"{run.tau:.2f}", "tau"))
+    text = ""
+    for accepted, group in itertools.groupby(run.pieces if run else (), key=lambda piece: piece[1]):
+        words = escape("".join(piece for piece, _ in group))
+        text += f"<mark>{words}</mark>" if accepted else words
+    shown = "".join(f"<div><b>{value}</b><small>{name}</small></div>" for value, name in figures)
+    return (
+        f'<div class="run"><h3>{title} <small>{what}</small></h3><div class="figures">{shown}</div>'
+        f'<div class="text">{text}</div><footer>{note}</footer></div>'
+    )
 
-    Yields:
-        plain text, its figures, DFlash text as spans `(piece, label or None)`, its figures.
+
+PLAIN = "Plain", "every token is a pass of the model"
+DFLASH = "DFlash", "a pass checks a block of drafts; those accepted are <mark>shaded</mark>"
+
+
+def compare(target, drafter, tokenizer, prompt: str, max_new_tokens: int, schedule: str) -> Iterator[tuple[str, str]]:
+    """HTML of both columns while the text comes: plain decoding, then with the drafter.
+
+    Raises:
+        ValueError: the prompt is empty; or as `generate()`.
     """
     if not prompt.strip():
-        raise gr.Error("The prompt is empty.")
+        raise ValueError("The prompt is empty: expected some text.")
     ids = encode(tokenizer, [{"role": "user", "content": prompt}]).to(target.device)
     options = {"attention_mask": ids.new_ones(ids.shape), "max_new_tokens": int(max_new_tokens)}
-    plain, speed, spans = "", 0.0, []
-    start = time.perf_counter()
-    for piece, _, tokens, _ in stream(target, tokenizer, ids, **options):
-        plain, speed = plain + piece, tokens / (time.perf_counter() - start)
-        yield plain, f"{speed:.1f} tokens/s", [], ""
-    start = time.perf_counter()
-    for piece, accepted, tokens, tau in stream(target, tokenizer, ids, drafter, **options):
-        spans.append((piece, ACCEPTED if accepted else None))
-        drafted = tokens / (time.perf_counter() - start)
-        figures = f"{drafted:.1f} tokens/s, **{drafted / speed:.2f}x**, tau {tau:.2f}"
-        yield plain, f"{speed:.1f} tokens/s", spans, figures
-    same = "the same text" if plain == "".join(piece for piece, _ in spans) else "another text"
-    yield plain, f"{speed:.1f} tokens/s", spans, f"{figures}; {same}"
+    for plain in decode(target, tokenizer, ids, **options):
+        yield panel(*PLAIN, plain), panel(*DFLASH, note="waits for the other column")
+    drafter.generation_config.num_assistant_tokens_schedule = schedule
+    done = panel(*PLAIN, plain, note=f"{plain.tokens} tokens in {plain.seconds:.1f} s")
+    for drafted in decode(target, tokenizer, ids, drafter, **options):
+        yield done, panel(*DFLASH, drafted, plain)
+    same = "the same text" if drafted.text == plain.text else "other text: a near-tie of two tokens, or a fault"
+    yield done, panel(*DFLASH, drafted, plain, f"{drafted.tokens} tokens in {drafted.seconds:.1f} s; {same}")
 
 
 def page(target, drafter, tokenizer) -> gr.Blocks:
-    def run(prompt: str, max_new_tokens: int):
-        yield from compare(target, drafter, tokenizer, prompt, max_new_tokens)
+    def run(*settings):
+        try:
+            yield from compare(target, drafter, tokenizer, *settings)
+        except ValueError as error:
+            raise gr.Error(str(error)) from error
 
-    with gr.Blocks(title="DFlash") as blocks:
-        gr.Markdown("# DFlash speculative decoding\nBoth columns are greedy text of the same target.")
-        prompt = gr.Textbox("Why does the moon look different from night to night?", label="Prompt", lines=2)
-        length = gr.Slider(16, 512, 128, step=16, label="New tokens at most")
-        button = gr.Button("Generate", variant="primary")
+    with gr.Blocks(title="DFlash speculative decoding") as blocks:
+        gr.Markdown(INTRO)
+        prompt = gr.Textbox(PROMPTS[0], label="Prompt", lines=2)
+        gr.Examples(PROMPTS, prompt, label="Prompts to try")
         with gr.Row():
-            with gr.Column():
-                plain_text = gr.Textbox(label="Plain", lines=12)
-                plain_figures = gr.Markdown()
-            with gr.Column():
-                drafted_text = gr.HighlightedText(
-                    label="DFlash", combine_adjacent=True, show_legend=True, color_map={ACCEPTED: "green"}
-                )
-                drafted_figures = gr.Markdown()
+            length = gr.Slider(16, 512, 128, step=16, label="New tokens at most")
+            schedule = gr.Radio(SCHEDULES, value="adaptive", label="Drafts a pass")
+        with gr.Row():
+            button = gr.Button("Generate", variant="primary", scale=4)
+            stop = gr.Button("Stop", scale=1)
+        with gr.Row():
+            columns = [gr.HTML(panel(*PLAIN), padding=False), gr.HTML(panel(*DFLASH), padding=False)]
         # One at a time: two would share the machine, and the figures would be neither's.
-        outputs = [plain_text, plain_figures, drafted_text, drafted_figures]
-        button.click(run, [prompt, length], outputs, concurrency_limit=1, api_name="compare")
+        settings = {"concurrency_limit": 1, "show_progress": "hidden", "api_name": "compare"}
+        going = gr.on([button.click, prompt.submit], run, [prompt, length, schedule], columns, **settings)
+        stop.click(None, cancels=going)
     return blocks
 
 
+def main() -> None:
+    drafter = load_drafter(os.environ.get("DRAFTER", "z-lab/Qwen3-4B-DFlash-b16"))
+    target, tokenizer = load_target(os.environ.get("TARGET", "Qwen/Qwen3-4B"))
+    drafter = drafter.to(device=target.device, dtype=target.dtype)
+    # The first calls of a process are slower than any later one, which would count against plain decoding.
+    for _ in compare(target, drafter, tokenizer, PROMPTS[0], 16, "constant"):
+        pass
+    page(target, drafter, tokenizer).launch(css=CSS, theme=THEME)
+
+
 if __name__ == "__main__":
-    assistant = load_drafter(os.environ.get("DRAFTER", "z-lab/Qwen3-4B-DFlash-b16"))
-    model, text_tokenizer = load_target(os.environ.get("TARGET", "Qwen/Qwen3-4B"))
-    page(model, assistant.to(device=model.device, dtype=model.dtype), text_tokenizer).launch()
+    main()
