@@ -22,7 +22,7 @@ from dflash_hf.training.trainer import (
     last_checkpoint,
 )
 from drafters import BLOCK, make_drafter
-from targets import FIRST_TEXT_ID, MASK, VOCAB, make_target
+from targets import FIRST_TEXT_ID, HIDDEN, MASK, VOCAB, make_target
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 VARIANTS = {
@@ -362,10 +362,24 @@ class Kill(DFlashTrainer):
         super()._save_optimizer_and_scheduler(output_dir)
 
 torch.manual_seed(0)
-trainer = Kill(make_drafter(initializer_range=0.05), target, arguments(folder, **RUN), SampleDataset(samples))
+settings = arguments(folder, **RUN | {options!r})
+if settings.fsdp:  # accelerate shards on GPUs only; told that this is one, it takes the same path on CPUs
+    from accelerate.state import DistributedType, PartialState
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+drafter = make_drafter(initializer_range=0.05, own_tensors=OWN if settings.fsdp else None)
+trainer = Kill(drafter, target, settings, SampleDataset(samples))
 trainer.train(resume_from_checkpoint=True)
+if settings.fsdp:
+    from torch.distributed.tensor import DTensor
+    frozen = [*drafter.embed_tokens.parameters(), *drafter.lm_head.parameters(), *target.parameters()]
+    assert not any(isinstance(parameter, DTensor) for parameter in frozen)
+    sharded = [p for p in drafter.parameters() if not any(p is other for other in frozen)]
+    assert all(isinstance(parameter, DTensor) for parameter in sharded)
+    assert any(parameter.to_local().shape != parameter.shape for parameter in sharded)
 trainer.save_model()
 """
+OWN = {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
+FSDP = {"fsdp": True, "save_strategy": "no"}
 RUN = {
     "max_steps": 7,
     "save_strategy": "steps",
@@ -375,10 +389,10 @@ RUN = {
 }
 
 
-def run_script(tmp_path, samples, folder, kill_at: int, processes: int = 1) -> subprocess.CompletedProcess:
+def run_script(tmp_path, samples, folder, kill_at: int, processes: int = 1, **options) -> subprocess.CompletedProcess:
     root = Path(__file__).resolve().parents[1]
     script, data = tmp_path / "script.py", tmp_path / "samples.pt"
-    script.write_text(SCRIPT.format(root=str(root), tests=str(root / "tests")))
+    script.write_text(SCRIPT.format(root=str(root), tests=str(root / "tests"), options=options))
     torch.save(samples, data)
     launch = [] if processes == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     if launch:
@@ -399,12 +413,17 @@ def test_killed_while_it_saves_and_started_again_gives_the_same_weights(target, 
     assert_same_weights(whole.model, again.model)
 
 
-def test_two_processes_train_as_one(target, samples, tmp_path):
+@pytest.mark.parametrize("options", [{}, FSDP], ids=["ddp", "fsdp"])
+def test_two_processes_train_as_one(options, target, samples, tmp_path):
     """The samples' lengths differ, so do the processes' shares of the loss. (An epoch that does not divide evenly is
-    filled up by accelerate with samples from its beginning; this one divides.)"""
+    filled up by accelerate with samples from its beginning; this one divides.) Under FSDP the trained weights are
+    sharded, and a table and a head that the drafter brings are whole in every process, as the target is."""
     samples = [*samples[1:], Sample("short", samples[0].ids[:9], [(6, 9)])]
-    one = trained(target, SampleDataset(samples), tmp_path / "one", **RUN | {"gradient_accumulation_steps": 4})
-    done = run_script(tmp_path, samples, tmp_path / "two", kill_at=0, processes=2)
+    drafter = make_drafter(initializer_range=0.05, own_tensors=OWN if options else None)
+    one = trained(
+        target, SampleDataset(samples), tmp_path / "one", drafter, **RUN | {"gradient_accumulation_steps": 4}
+    )
+    done = run_script(tmp_path, samples, tmp_path / "two", kill_at=0, processes=2, **options)
     assert done.returncode == 0, done.stderr
     assert_same_weights(one.model, DFlashDraftModel.from_pretrained(tmp_path / "two"), 1e-5)
 

@@ -174,6 +174,12 @@ class DFlashTrainer(Trainer):
         )
         # compute_loss divides by the weights of the whole step already.
         self.loss_is_scaled_for_ga = True
+        if self.is_fsdp_enabled:
+            # Used outside of the forward pass, by each process for itself: they stay whole, as the target does.
+            whole = [module for module in (self.drafter.embed_tokens, self.drafter.lm_head) if module is not None]
+            self.accelerator.state.fsdp_plugin.ignored_modules = whole or None
+        elif args.fsdp:
+            logger.warning("accelerate does not shard on this device: --fsdp is ignored, every process is a replica.")
 
     # -- the step --
 
