@@ -12,8 +12,9 @@ import torch
 from ..training.features import target_features
 from ..training.objective import IGNORE, pack, visibility
 
-JUDGED = 3  # first slots of a block whose likelihood counts
+JUDGED = 7  # first slots of a block whose likelihood counts; layers off by one show in the later ones, too
 ROWS = 8  # prompts that are answered together
+ROWS_IN_HEAD = 256  # drafts whose logits are there at a time
 LEAST_LOG_LIKELIHOOD = -12.0  # of a token: one that is ruled out altogether must not outweigh all others
 
 
@@ -23,8 +24,8 @@ class Score:
 
     Attributes:
         accepted: `[N]` float32, drafts that are right before the first wrong one.
-        likelihood: `[N]` float32, mean log-likelihood of the first three right tokens, in nats. It shows a change long
-            before drafts become right.
+        likelihood: `[N]` float32, mean log-likelihood of the right tokens at the first seven slots, in nats. It shows
+            a change long before drafts become right.
         right: `[K]` float32, how often the draft at each slot was accepted.
     """
 
@@ -66,8 +67,8 @@ class Evidence:
         return max(len(ids) for ids in self.sequences)
 
     def thinned(self, count: int) -> "Evidence":
-        """The same with about `count` of the anchors, of as few answers as have eight each: contexts cost, too."""
-        answers = max(1, min(count // 8, len(self.anchors)))
+        """The same with about `count` of the anchors, of as few answers as have four each: contexts cost, too."""
+        answers = max(1, min(count // 4, len(self.anchors)))
         stride = len(self.anchors) // answers
         anchors: list[list[int]] = [[] for _ in self.anchors]
         for n in range(0, answers * stride, stride):
@@ -156,27 +157,35 @@ def score(drafter, evidence: Evidence) -> Score:
     states = torch.cat([states for states, _ in found])  # [N, K, D]
     labels = torch.cat([labels for _, labels in found])  # [N, K]
     N, K = labels.shape
-    accepted = torch.zeros(N)
-    likelihoods = torch.full((N, min(JUDGED, K)), float("nan"))
-    right_by_slot = torch.zeros(K)
-    alive = torch.ones(N, dtype=torch.bool)  # every draft so far was right
     there = (labels != IGNORE).cpu()
-    for slot in range(K):
-        rows = there[:, slot] if slot < JUDGED else there[:, slot] & alive
+    judged = there & (torch.arange(K) < JUDGED)
+    likelihoods = torch.full((N, K), float("nan"))
+    likelihoods[judged], correct = _judge(drafter, head, states, labels, judged)
+    right = torch.zeros(N, K, dtype=torch.bool)
+    right[judged] = correct
+    for slot in range(JUDGED, K):  # these only count where every draft before was right
+        rows = there & (torch.arange(K) == slot) & right[:, :slot].all(1, keepdim=True)
         if not rows.any():
             break
-        logits = drafter.compute_logits(states[rows.to(states.device), slot][:, None], head, drafter.config.vocab_size)
-        logits = logits[:, 0].float()
-        wanted = labels[rows.to(labels.device), slot].to(logits.device)
-        if slot < JUDGED:
-            likelihood = logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
-            likelihoods[rows, slot] = likelihood.clamp(min=LEAST_LOG_LIKELIHOOD).cpu()
-        right = torch.zeros(N, dtype=torch.bool)
-        right[rows] = (logits.argmax(-1) == wanted).cpu()
-        alive &= right
-        accepted += alive
-        right_by_slot[slot] = (alive.sum() / there[:, slot].sum()).item()
-    return Score(accepted, likelihoods.nanmean(1), right_by_slot)
+        right[rows] = _judge(drafter, head, states, labels, rows)[1]
+    alive = right.long().cumprod(1)
+    return Score(alive.sum(1).float(), likelihoods.nanmean(1), alive.sum(0) / there.sum(0).clamp(min=1))
+
+
+def _judge(drafter, head, states, labels, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the drafts at `where` (bool `[N, K]`): log-likelihoods of the right tokens, and whether the drafts are right.
+
+    Many rows go through the LM head together, as reading its weights costs as much as multiplying with them.
+    """
+    states, labels = states[where.to(states.device)], labels[where.to(labels.device)]
+    likelihoods, right = [], []
+    for rows, wanted in zip(states.split(ROWS_IN_HEAD), labels.split(ROWS_IN_HEAD), strict=True):
+        logits = drafter.compute_logits(rows[:, None], head, drafter.config.vocab_size)[:, 0].float()
+        wanted = wanted.to(logits.device)
+        likelihood = logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(1)
+        likelihoods.append(likelihood.clamp(min=LEAST_LOG_LIKELIHOOD).cpu())
+        right.append((logits.argmax(-1) == wanted).cpu())
+    return torch.cat(likelihoods), torch.cat(right)
 
 
 def _states(drafter, evidence: Evidence, n: int, table) -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,9 +95,11 @@ def _meaning(config, longest: int) -> tuple:
 
 
 def _feature_layers(config, text) -> Iterator[Probe]:
+    """All layers shifted by one, those of a checkpoint that names none, and one layer shifted."""
     ids, last = list(config.target_layer_ids), text.num_hidden_layers - 1
     default = default_target_layer_ids(text.num_hidden_layers, len(ids))
-    for other in ([i - 1 for i in ids], [i + 1 for i in ids], default):
+    single = [[*ids[:place], ids[place] + shift, *ids[place + 1 :]] for shift in (-1, 1) for place in range(len(ids))]
+    for other in ([i - 1 for i in ids], [i + 1 for i in ids], default, *single):
         if min(other) >= 0 and max(other) <= last:
             yield Probe("feature layers", {"target_layer_ids": other})
 
