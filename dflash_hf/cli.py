@@ -5,7 +5,7 @@ import shlex
 import sys
 from argparse import ArgumentError
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -227,7 +227,7 @@ def train(
             drafter,
             model,
             arguments,
-            t.read_dataset(_list(data)),
+            t.read_dataset(_list(data) or []),
             {Path(name).stem: t.read_dataset([name]) for name in _list(eval_data) or []} or None,
         )
         trainer.train(resume_from_checkpoint=True)
@@ -457,7 +457,7 @@ def _generate_options(max_new_tokens: int, sample: bool, temperature: float, top
     return {"max_new_tokens": max_new_tokens, **Sampling(sample, temperature, top_k, top_p).options}
 
 
-def _load_pair(target: str, drafter: str, schedule: str | None, **where):
+def _load_pair(target: str, drafter: str, schedule: str | None, **where) -> tuple[Any, Any, Any]:
     """`(target, drafter, tokenizer)` in one dtype on one device; `where` as for `load_target`."""
     from .checkpoints import load_drafter
 

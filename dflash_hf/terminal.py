@@ -220,7 +220,8 @@ class Conversation:
         self._forget()
 
     def _forget(self) -> None:
-        self._cache, self._cached = DynamicCache(config=self.target.config), []
+        self._cache = DynamicCache(config=self.target.config)
+        self._cached: list[int] = []
 
     def say(self, text: str, write: Callable[[str, bool], None], **options) -> Answer:
         """Answer one more user turn; nothing is remembered of a turn that fails or is broken off (Ctrl-C).

@@ -102,7 +102,7 @@ def cycle_efficiency(
     result = {"cycle_s": cycle_s, "context": context, "committed": committed, "batch_size": batch_size}
     as_it_is = {"target_s": _median_time(clock, verify, take_back, passes)}
     as_it_is["drafter_s"] = _median_time(clock, draft, take_back_context, passes)
-    chosen = {}
+    chosen: dict[str, str] = {}
     with best_kernels([target], batch_size * block.shape[1]) as kernels:
         chosen |= {f"target {shape}": name for shape, name in kernels.items()}
         fastest = {"target_s": _median_time(clock, verify, take_back, passes)}
@@ -189,7 +189,7 @@ def best_kernels(models: list[nn.Module], rows: int):
                 continue
             if shape not in chosen:
                 chosen[shape] = _fastest(kernels, weight, bias, rows)
-            module.forward = kernels[chosen[shape]](weight, bias, rows)
+            module.forward = kernels[chosen[shape]](weight, bias, rows)  # type: ignore[method-assign]  # for a while
             replaced.append(module)
         yield {" x ".join(map(str, shape)): name for shape, name in chosen.items()}
     finally:
@@ -203,4 +203,4 @@ def _fastest(kernels: dict, weight: torch.Tensor, bias, rows: int) -> str:
     for name, make in kernels.items():
         forward = make(weight, bias, rows)
         times[name] = _median_time(Clock(weight.device), partial(forward, x), lambda: None, 15)
-    return min(times, key=times.get)
+    return min(times, key=times.__getitem__)

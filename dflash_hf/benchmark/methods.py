@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Qwen3Config
 from transformers.generation.utils import GenerationMixin
 
+from ..drafter.modeling_dflash import DFlashDraftModel
 from .prompts import Batch
 from .simulation import simulated_drafter
 
@@ -65,7 +66,7 @@ class Method:
     name: str
     generate: Callable[[Batch, int], torch.Tensor]
     draft_models: tuple[nn.Module, ...] = ()
-    drafter: nn.Module | None = None
+    drafter: DFlashDraftModel | None = None
     simulated: bool = False
 
 
@@ -154,10 +155,11 @@ def make_methods(
         methods.append(Method("native", by, (drafter,)))
     if "pypi" in names:
         methods.append(_pypi_method(target, drafter, sampling))
+    taus: list[float | None] = [*simulated_taus] if simulated_taus else [None]
     for name in [name for name in OWN if name in names]:
         lengths = block_lengths if name == "constant" and block_lengths else [None]
         for length in lengths:
-            for tau in simulated_taus or [None]:
+            for tau in taus:
                 mine = drafter if tau is None else simulated_drafter(drafter, tau, seed)
                 full_name = name
                 full_name += "" if length is None else f" k={length}"
@@ -169,7 +171,8 @@ def make_methods(
 
 def _pypi_method(target, drafter, sampling: Sampling) -> Method:
     """PyPI dflash 0.1.0's own loop over its own model class, which gets this drafter's very tensors."""
-    from dflash.model import DFlashDraftModel, dflash_generate
+    from dflash.model import DFlashDraftModel as PypiDraftModel
+    from dflash.model import dflash_generate
 
     eos = target.generation_config.eos_token_id
     stop_ids = None if eos is None else [eos] if isinstance(eos, int) else list(eos)
@@ -193,7 +196,7 @@ def _pypi_method(target, drafter, sampling: Sampling) -> Method:
     config = Qwen3Config.from_dict(raw)
     config._attn_implementation = "sdpa"
     try:
-        model = DFlashDraftModel(config).to(drafter.device)  # its rotary tables stay float32, as when it is loaded
+        model = PypiDraftModel(config).to(drafter.device)  # its rotary tables stay float32, as when it is loaded
         model.load_state_dict(drafter.state_dict(), assign=True)
     except (RuntimeError, ValueError, TypeError) as error:  # a variant that it does not know
         reason = f"PyPI dflash cannot hold this drafter: {error}"

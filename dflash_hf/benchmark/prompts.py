@@ -139,12 +139,13 @@ def fill_contexts(prompts: list[Prompt], contexts: list[int], tokenizer) -> list
     """
     encoded = [encode(prompt, tokenizer) for prompt in prompts]
     between = [
-        prompt.ids or tokenizer(prompt.text + "\n\n", add_special_tokens=False)["input_ids"] for prompt in prompts
+        prompt.ids or tokenizer(f"{prompt.text}\n\n", add_special_tokens=False)["input_ids"] for prompt in prompts
     ]
     filled = []
     for context in contexts:
         for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-            missing, more, other = context - len(ids), [], number
+            more: list[int] = []
+            missing, other = context - len(ids), number
             while len(more) < missing:
                 other = (other + 1) % len(prompts)
                 more += between[other]

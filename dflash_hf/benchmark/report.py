@@ -91,10 +91,14 @@ class Report:
 
     def to_dict(self) -> dict:
         """JSON-ready: everything, with the summary over all runs, by category and by context."""
+
+        def of(key: str, value) -> dict:
+            return self.summary(lambda run: run[key] == value)
+
         groups = {}
         for key in ("category", "context"):
             values = sorted({run[key] for run in self.runs if run[key] is not None})
-            groups[f"by_{key}"] = {str(v): self.summary(lambda run, k=key, v=v: run[k] == v) for v in values}
+            groups[f"by_{key}"] = {str(value): of(key, value) for value in values}
         return {"schema": SCHEMA, **asdict(self), "summary": self.summary(), **groups}
 
     def save(self, path: str | os.PathLike) -> None:
@@ -163,7 +167,7 @@ def model_facts(model) -> dict:
 
 def environment(device: torch.device) -> dict:
     """Versions and hardware."""
-    versions = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("dflash-hf", "torch", "transformers", "dflash", "numpy"):
         try:
             versions[package] = version(package)

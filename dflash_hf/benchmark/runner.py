@@ -171,7 +171,7 @@ def _measure(target, drafter, methods, batches, report, max_new_tokens, repeats,
 
     for repeat in range(repeats):
         for index, batch in enumerate(batches):
-            plain_texts = None
+            plain_texts: list[list[int]] = []
             turn = 1 + (index + repeat) % max(len(methods) - 1, 1)
             for method in [methods[0], *methods[turn:], *methods[1:turn]]:
                 result = run(method, index, plain_texts, repeat=repeat)
@@ -204,7 +204,7 @@ class _Result:
 
 
 def _call(target, method: Method, batch: Batch, index, texts, max_new_tokens, sampling, seed, memory) -> _Result:
-    if method.simulated:
+    if method.simulated and method.drafter is not None:
         method.drafter.set_texts(batch.numbers, texts)
     torch.manual_seed(seed + 1000 * index)
     with peak_memory(target.device) if memory else nullcontext() as peak, Probe(target, method.draft_models) as probe:
@@ -212,7 +212,7 @@ def _call(target, method: Method, batch: Batch, index, texts, max_new_tokens, sa
     new = [_new_tokens(target, row) for row in ids[:, batch.input_ids.shape[1] :].tolist()]
     texts = [row + more for row, more in zip(batch.rows, new, strict=True)]
     num_new = sum(map(len, new))
-    record = {
+    record: dict = {
         "prompts": [prompt.id for prompt in batch.prompts],
         "category": batch.prompts[0].category,
         "context": batch.prompts[0].context,
@@ -270,12 +270,12 @@ def top2_gap(target, plain: list[int], other: list[int], block_size: int) -> dic
     pairs = zip(plain, other, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
     ids = torch.tensor([plain[:at]], device=target.device)
-    rows = []
+    last = []
     for tail in sorted({0, 1, min(block_size, at - 1)}):
         cache = target(ids[:, : at - tail], use_cache=True).cache if tail and tail < at else None
         out = target(ids[:, at - tail :] if cache is not None else ids, cache=cache, use_cache=True)
-        rows.append(out.logits[0, -1].float())
-    rows = torch.stack(rows)  # [passes, V]
+        last.append(out.logits[0, -1].float())
+    rows = torch.stack(last)  # [passes, V]
     best = rows[min(1, len(rows) - 1)].topk(2)
     tokens = [text[at] if at < len(text) else None for text in (plain, other)]
     gap, rounding = float(best.values[0] - best.values[1]), float((rows.amax(0) - rows.amin(0)).max())

@@ -39,6 +39,9 @@ def simulated_drafter(drafter, tau: float, seed: int = 0):
 class _SimulatedDrafts:
     """What a simulated drafter does otherwise; loops call embed_block, forward and compute_logits in this order."""
 
+    acceptance: float
+    simulation_seed: int
+
     def set_texts(self, keys: list[int], texts: list[list[int]]) -> None:
         """The texts to come: whole sequences without padding, a row of the batch each; `keys` number the prompts."""
         self.texts = texts

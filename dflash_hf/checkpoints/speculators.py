@@ -124,7 +124,7 @@ def unheld(
     config: DFlashConfig, tensor_names: set[str], *, mask_embedding: bool, threshold: float | None
 ) -> list[str]:
     """The options of a drafter that speculators' layout cannot hold, each with the reason; empty if it fits."""
-    options, refused = dict(config.dflash_config), []
+    options, refused = dict(config.dflash_config or {}), []
     slides = [window is not None for window in config.layer_windows]
     causal = config.layer_causal
     if any(is_causal and not slide for is_causal, slide in zip(causal, slides, strict=True)):
@@ -135,8 +135,9 @@ def unheld(
         refused.append("is_neox_style=false (it rotates by halves)")
     if config.target_hidden_size != config.hidden_size:
         refused.append(f"target_hidden_size={config.target_hidden_size} (it takes the drafter's hidden_size)")
-    if len(set(config.target_layer_ids)) < len(config.target_layer_ids):
-        refused.append(f"target_layer_ids={config.target_layer_ids} (they must be distinct)")
+    ids = config.target_layer_ids or []
+    if len(set(ids)) < len(ids):
+        refused.append(f"target_layer_ids={ids} (they must be distinct)")
     for name in ("input_embedding_scale", "output_multiplier"):
         if (value := config.option(name, 1.0)) != 1.0:
             refused.append(f"{name}={value}")
@@ -189,7 +190,7 @@ def write_config(config: DFlashConfig, *, target: str, architectures: list[str],
     causal = [c for c, window in zip(config.layer_causal, windows, strict=True) if window is not None]
     return {
         "architectures": ["DFlashDraftModel"],
-        "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
+        "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids or []],
         "block_size": config.block_size,
         "draft_vocab_size": _draft_vocab_size(config),
         "dtype": str(config.dtype).removeprefix("torch.") if config.dtype is not None else None,

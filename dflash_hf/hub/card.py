@@ -237,7 +237,7 @@ def _count(number: int, what: str) -> str:
 
 def _text(checkpoint: Checkpoint, repo_id: str, base_model: str, section: str) -> str:
     config = checkpoint.config
-    layers = ", ".join(map(str, config.target_layer_ids))
+    layers = ", ".join(map(str, config.target_layer_ids or []))
     own = [name.removesuffix(".weight") for name in checkpoint.own_tensors]
     tables = f"Own tensors: {', '.join(own)}." if own else "It borrows the target's embedding table and LM head."
     notes = "\n".join(f"- {note}" for note in engine_notes(checkpoint))
@@ -287,7 +287,7 @@ python -m sglang.launch_server --model-path {base_model} --speculative-algorithm
 def engine_notes(checkpoint: Checkpoint) -> list[str]:
     """What the serving engines make of this drafter's options, as read from their source."""
     config, own = checkpoint.config, checkpoint.own_tensors
-    ignored = [f"`{name}`" for name in ("use_swa", "target_hidden_size") if config.dflash_config.get(name)]
+    ignored = [f"`{name}`" for name in ("use_swa", "target_hidden_size") if (config.dflash_config or {}).get(name)]
     ignored += [f"the own `{name.removesuffix('.weight')}`" for name in own]
     unknown = [name for name in ("input_embedding_scale", "output_multiplier") if config.option(name, 1.0) != 1.0]
     unknown += ["final_logit_softcapping"] if config.option("final_logit_softcapping") else []

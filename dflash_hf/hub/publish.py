@@ -248,7 +248,8 @@ def without_tokens(error: Exception, token: str | None = None) -> OSError | None
     It cannot if access tokens are part of its message or of those of its causes (an HTTP library quotes the header
     that it does not like), or if it is of a kind that only the HTTP library knows.
     """
-    messages, cause = [], error
+    messages: list[str] = []
+    cause: BaseException | None = error
     while cause is not None:
         if str(cause) not in messages:
             messages.append(str(cause))
