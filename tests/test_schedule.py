@@ -91,7 +91,7 @@ def test_a_useless_drafter_costs_little(machine, told):
     assert sum(first) / len(first) > 0.97
     for _ in range(4):
         rate, drafted = run(machine, flat(0.0), 128, Schedule(drafter, target, 1, DRAFTS), told=told, noise=0.0)
-    assert rate > 0.99 * plain and drafted <= 2
+    assert rate > 0.99 * plain and drafted <= 4
 
 
 def test_it_takes_up_drafting_again():

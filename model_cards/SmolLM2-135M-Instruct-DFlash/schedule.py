@@ -12,13 +12,16 @@ from statistics import median
 
 _BINS = 16  # of the drafter's confidence
 _WINDOW, _KEPT = 32, 8  # drafted cycles that give the drafting rate, and how many of them outlast a pause
+_PLAIN_STEPS, _PLAIN_EVERY = 3, 64  # how many are timed before the first draft; cycles until another one is
+_ENOUGH = 5  # passes, for their median to say that a plain one cannot take longer
 _GUESS = 0.05  # by how much a draft lengthens a target pass, until longer ones have been timed
 
 # Drafting stops when it has lost so much time against plain decoding, counted in plain steps from where it last stood
 # best, as a CUSUM test does (Page 1954). A text that drafts suit does not build up credit for one that they do not.
 _PATIENCE = 3.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # plain steps; each pause is twice the last one until drafting has paid
-_GRANT = 38.0  # this over the next pause is the patience for a new call, and for drafting again after a pause
+# Patience for a new call; after a pause, and for calls that come then, less, with the root of its length.
+_GRANT = 1.0
 
 # drafter -> target -> what was learnt, for all calls of this process
 _learnt: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
@@ -33,6 +36,10 @@ class _Pair:
         self.lost = 0.0  # plain steps
         self.pause, self.waits = _FIRST_PAUSE, 0  # plain steps of the next pause, and left of this one
 
+    def grant(self) -> float:
+        """The patience that drafting starts with."""
+        return _GRANT * (_FIRST_PAUSE / self.pause) ** 0.5
+
 
 class _Costs:
     """What calls of one batch size have measured."""
@@ -41,6 +48,7 @@ class _Costs:
         self.verify_s = [deque(maxlen=9) for _ in range(num_drafts + 1)]  # of a target pass over k drafts
         self.draft_s = deque(maxlen=9)
         self.cycles = deque(maxlen=_WINDOW)  # of drafted ones: tokens expected, seconds
+        self.since_plain = 0  # cycles
 
 
 class _Confidence:
@@ -90,7 +98,7 @@ class Schedule:
         of_target = _learnt.setdefault(drafter, weakref.WeakKeyDictionary())
         self.pair = pair = of_target.setdefault(target, _Pair())
         # Another call is another text, which deserves a look at its drafts.
-        pair.lost = max(pair.lost, _PATIENCE - _GRANT / pair.pause)
+        pair.lost = max(pair.lost, _PATIENCE - pair.grant())
         pair.waits = 0
         self._num_drafts, self._first = num_drafts, True
         self.rows(num_rows)
@@ -103,6 +111,8 @@ class Schedule:
     def verify_seconds(self, k: int) -> float:
         """Of a target pass over k drafts: measured, or on a line between the nearest lengths that were."""
         times = self.costs.verify_s
+        if k == 0:  # no pass is shorter: a longer one that took less tells that the machine was busier before
+            return min(median(of) for i, of in enumerate(times) if of and (i == 0 or len(of) >= _ENOUGH))
         if times[k]:
             return median(times[k])
         low = max(i for i in range(k) if times[i])  # a plain step at least has been timed
@@ -124,8 +134,8 @@ class Schedule:
     def wants_draft(self) -> bool:
         """Whether the drafter is to run in this cycle."""
         self._expected = float(self.num_rows)  # of the cycle, unless `length` is asked
-        if not self.costs.verify_s[0]:
-            return False  # a plain step comes first: everything is measured against it
+        if len(self.costs.verify_s[0]) < _PLAIN_STEPS or self.costs.since_plain >= _PLAIN_EVERY:
+            return False  # everything is measured against plain steps: they come first, and again now and then
         if self.pair.waits > 0:
             self.pair.waits -= 1
             return False
@@ -157,6 +167,7 @@ class Schedule:
         if first:
             return
         costs.verify_s[k].append(verify_s)
+        costs.since_plain = 0 if k == 0 else costs.since_plain + 1
         if not drafted:
             return
         costs.draft_s.append(draft_s)
@@ -167,6 +178,6 @@ class Schedule:
             pair.pause = _FIRST_PAUSE
         elif pair.lost > _PATIENCE:
             pair.waits, pair.pause = pair.pause, min(2 * pair.pause, _LONGEST_PAUSE)
-            pair.lost = _PATIENCE - _GRANT / pair.pause
+            pair.lost = _PATIENCE - pair.grant()
             while len(costs.cycles) > _KEPT:
                 costs.cycles.popleft()
