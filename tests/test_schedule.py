@@ -46,7 +46,7 @@ def run(machine, right, num_tokens, schedule=None, always=None, seed=0, told=Non
         spent += verified_s
         good = next((i for i, guess in enumerate(guesses[:k]) if not guess), k)
         if always is None:
-            schedule.note_cycle(k, drafted, draft_s, verified_s)
+            schedule.note_cycle(k, drafted, draft_s, verified_s, good + 1)
             if guesses:
                 shown = min(good + 1, DRAFTS)
                 known = next((i for i in range(shown) if not guesses[i]), shown)

@@ -424,7 +424,7 @@ def decode(
                 run.drafted_cycles += drafted
                 run.note(offered, [count - 1 for count in counts])
                 if schedule is not None:
-                    schedule.note_cycle(drafts.shape[1], drafted, draft_s, now - clock)
+                    schedule.note_cycle(drafts.shape[1], drafted, draft_s, now - clock, sum(counts))
             clock = now
             if guesses:
                 _compare_guesses(schedule, guesses, committed)

@@ -20,8 +20,9 @@ _GUESS = 0.05  # by how much a draft lengthens a target pass, until longer ones 
 # best, as a CUSUM test does (Page 1954). A text that drafts suit does not build up credit for one that they do not.
 _PATIENCE = 3.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # plain steps; each pause is twice the last one until drafting has paid
-# Patience for a new call; after a pause, and for calls that come then, less, with the root of its length.
-_GRANT = 1.0
+# Patience for a new pair, and for another call; after a pause, and for calls that come then, less, with the root of
+# its length.
+_FIRST_GRANT, _GRANT = 1.6, 1.0
 
 # drafter -> target -> what was learnt, for all calls of this process
 _learnt: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
@@ -32,12 +33,14 @@ class _Pair:
 
     def __init__(self):
         self.confidence = _Confidence()
-        self.costs = {}  # (rows, drafts) -> _Costs
+        self.costs: dict[tuple[int, int], _Costs] = {}  # by rows and drafts
         self.lost = 0.0  # plain steps
         self.pause, self.waits = _FIRST_PAUSE, 0  # plain steps of the next pause, and left of this one
 
     def grant(self) -> float:
         """The patience that drafting starts with."""
+        if not self.costs:
+            return _FIRST_GRANT
         return _GRANT * (_FIRST_PAUSE / self.pause) ** 0.5
 
 
@@ -45,9 +48,11 @@ class _Costs:
     """What calls of one batch size have measured."""
 
     def __init__(self, num_drafts: int):
-        self.verify_s = [deque(maxlen=9) for _ in range(num_drafts + 1)]  # of a target pass over k drafts
-        self.draft_s = deque(maxlen=9)
-        self.cycles = deque(maxlen=_WINDOW)  # of drafted ones: tokens expected, seconds
+        # Of a target pass over k drafts.
+        self.verify_s: list[deque[float]] = [deque(maxlen=9) for _ in range(num_drafts + 1)]
+        self.draft_s: deque[float] = deque(maxlen=9)
+        # Of drafted ones: tokens expected, seconds.
+        self.cycles: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self.since_plain = 0  # cycles
 
 
@@ -161,8 +166,11 @@ class Schedule:
         for slot, value in enumerate(confidence[: right + 1]):
             self.pair.confidence.note(value, slot < right)
 
-    def note_cycle(self, k: int, drafted: bool, draft_s: float, verify_s: float) -> None:
-        """A cycle is over. The first one of a call is not representative and is left out."""
+    def note_cycle(self, k: int, drafted: bool, draft_s: float, verify_s: float, tokens: int) -> None:
+        """A cycle that checked k drafts is over, with `tokens` for all rows.
+
+        The first one of a call is not representative and is left out.
+        """
         costs, pair, first, self._first = self.costs, self.pair, self._first, False
         if first:
             return
@@ -173,7 +181,9 @@ class Schedule:
         costs.draft_s.append(draft_s)
         seconds = median(costs.draft_s) + self.verify_seconds(k)
         costs.cycles.append((self._expected, seconds))
-        pair.lost = max(0.0, pair.lost + seconds / self.verify_seconds(0) - self._expected / self.num_rows)
+        # What was expected varies less than what came, but what came knows more of a new drafter or text.
+        gained = (self._expected + tokens) / 2 / self.num_rows
+        pair.lost = max(0.0, pair.lost + seconds / self.verify_seconds(0) - gained)
         if pair.lost == 0.0:
             pair.pause = _FIRST_PAUSE
         elif pair.lost > _PATIENCE:

@@ -381,7 +381,7 @@ class DFlashDraftModel(PreTrainedModel):
             block = layer(block, **inputs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(block))
 
-    def embed_block(self, ids: torch.Tensor, target_embeddings: nn.Module) -> torch.Tensor:
+    def embed_block(self, ids: torch.Tensor, target_embeddings: Callable) -> torch.Tensor:
         """Embeddings `[B, L, D]` of block ids `[B, L]` from the drafter's own table, or the target's RAW one.
 
         Targets that scale or normalise their embeddings (Gemma) do so outside the drafter, which saw the bare table
