@@ -1,6 +1,6 @@
 """Let SmolLM2-135M-Instruct write user turns and news articles, the raw material of some training prompts.
 
-    python sample_texts.py OUT.jsonl
+    python sample_texts.py OUT.jsonl [SEED USER_TURNS ARTICLES]      # 0 1216 320 unless told
 
 User turns are sampled after the template's user header (the idea of Magpie, arXiv 2406.08464), articles are answers
 to a request for one; temperature 1, top-p 0.95. One line a text: {"kind": "user" or "article", "text"}. About
@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 from smollm2 import load_smollm2
 
-NUM_USER_TURNS, NUM_ARTICLES, BATCH = 1216, 320, 64
+BATCH = 64
 USER_HEADER = "<|im_start|>user\n"
 PLACES = "a coastal town in Portugal;Melbourne;a village in Kenya;Chicago;rural Scotland;Mumbai;northern Canada;Berlin"
 EVENTS = (
@@ -49,9 +49,9 @@ def sample(model, tokenizer, ids: list[list[int]], max_new_tokens: int) -> list[
     return [tokenizer.decode(row, skip_special_tokens=True).strip() for row in out]
 
 
-def main(path: str) -> None:
+def main(path: str, seed: int = 0, num_user_turns: int = 1216, num_articles: int = 320) -> None:
     model, tokenizer = load_smollm2()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     system = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False).split(USER_HEADER)[0]
     header = tokenizer(system + USER_HEADER, add_special_tokens=False)["input_ids"]
     topics = [f"{event} in {place}" for event, place in itertools.product(EVENTS.split(";"), PLACES.split(";"))]
@@ -60,10 +60,10 @@ def main(path: str) -> None:
             [{"role": "user", "content": f"Write a short news article about {topic}, as it would stand in a paper."}],
             add_generation_prompt=True,
         )["input_ids"]
-        for topic in random.Random(0).sample(topics, NUM_ARTICLES)
+        for topic in random.Random(0).sample(topics, num_articles)
     ]
-    jobs = [("user", [header] * BATCH, 96) for _ in range(NUM_USER_TURNS // BATCH)]
-    jobs += [("article", requests[i : i + BATCH], 240) for i in range(0, NUM_ARTICLES, BATCH)]
+    jobs = [("user", [header] * BATCH, 96) for _ in range(num_user_turns // BATCH)]
+    jobs += [("article", requests[i : i + BATCH], 240) for i in range(0, num_articles, BATCH)]
     random.Random(1).shuffle(jobs)
     with open(path, "w") as file:
         for kind, ids, max_new_tokens in jobs:
@@ -72,4 +72,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))
