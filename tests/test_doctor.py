@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from dflash_hf.training.answers import Sample
 from dflash_hf.training.features import target_features
 from dflash_hf.training.trainer import DFlashTrainer, DFlashTrainingArguments, SampleDataset
 from drafters import make_drafter
-from targets import MASK, NUM_LAYERS, make_target, prompt_ids
+from targets import MASK, NUM_LAYERS, PAD, make_target, prompt_ids
 
 CARD = Path(__file__).resolve().parents[1] / "model_cards" / "SmolLM2-135M-Instruct-DFlash"
 QUESTIONS = [
@@ -32,53 +33,140 @@ QUESTIONS = [
     "A garden has 6 rows of 9 tulips. Rain ruins 11 tulips. How many tulips are left?",
 ]
 SLIDING = ["sliding_attention"] * 3
+LAYERS = [1, 8, 14, 20, 27]  # of the shipped drafter
+
+
+def rope(theta: float, **scaling) -> dict:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | scaling}
+
+
+def random_mistake(rng: random.Random, drafter, evidence) -> tuple[str, dict]:
+    """One kind of mistake and a random value of it, drawn again until it costs something."""
+    config, healthy = drafter.config, score(drafter, evidence).likelihood.mean()
+    num_layers, theta = evidence.target.config.num_hidden_layers, config.rope_parameters["rope_theta"]
+    sliding = ["sliding_attention"] * config.num_hidden_layers
+    while True:
+        kind, changes = rng.choice(
+            [
+                ("feature layers", {"target_layer_ids": rng.sample(range(num_layers), len(config.target_layer_ids))}),
+                ("mask token", {"mask_token_id": rng.randrange(config.vocab_size // 4, config.vocab_size)}),
+                ("embedding scale", {"input_embedding_scale": 10 ** rng.uniform(-2, 2)}),
+                ("RoPE base", rope(theta * 10 ** rng.uniform(-4, 4))),
+                ("window", {"layer_types": sliding, "sliding_window": rng.randrange(2, 8), "is_causal": False}),
+            ]
+        )
+        if score(variant(drafter, changes), evidence).likelihood.mean() < healthy - 0.3:
+            return kind, changes
 
 
 # -- the real pair --
 
 
+class Real:
+    """The shipped drafter with its target, and what that target answered to grade-school maths."""
+
+    def __init__(self, target, tokenizer, questions, new_tokens):
+        self.target, self.tokenizer = target, tokenizer
+        self.drafter = DFlashDraftModel.from_pretrained(CARD, dtype=torch.float32).eval()
+        prompts = [encode(Prompt("", question), tokenizer) for question in questions]
+        self.evidence = gather(target, prompts, num_drafts=7, max_new_tokens=new_tokens)
+        self.healthy = score(self.drafter, self.evidence)
+
+    def faults(self, changes: dict) -> list:
+        """Of the drafter with a mistake planted; whatever is found must mend it, in any spelling."""
+        planted = variant(self.drafter, changes)
+        found = find_faults(planted, self.evidence, tokenizer=self.tokenizer)
+        assert found.before.likelihood.mean() < self.healthy.likelihood.mean()
+        assert found.after.likelihood.mean() > self.healthy.likelihood.mean() - 0.05
+        return found.faults
+
+
+@pytest.fixture(scope="module")
+def few(smollm2):
+    return Real(*smollm2, QUESTIONS[:4], 32)
+
+
 @pytest.fixture(scope="module")
 def real(smollm2):
-    """The shipped drafter, evidence of its target on grade-school maths, and the tokenizer."""
-    target, tokenizer = smollm2
-    drafter = DFlashDraftModel.from_pretrained(CARD, dtype=torch.float32).eval()
-    prompts = [encode(Prompt("", question), tokenizer) for question in QUESTIONS]
-    return drafter, gather(target, prompts, num_drafts=7, max_new_tokens=48, anchors=400), tokenizer
+    return Real(*smollm2, QUESTIONS, 48)
 
 
+QUICK = {
+    "another RoPE style": ({"is_neox_style": False}, ["RoPE style"]),
+    "two at once": ({"input_embedding_scale": 24.0, "mask_token_id": 1000}, ["embedding scale", "mask token"]),
+}
 PLANTED = {
-    "layers one too high": ({"target_layer_ids": [2, 9, 15, 21, 28]}, ["feature layers"]),
+    "layers one too high": ({"target_layer_ids": [i + 1 for i in LAYERS]}, ["feature layers"]),
+    "layers one too low": ({"target_layer_ids": [i - 1 for i in LAYERS]}, ["feature layers"]),
+    "the last layer one too high": ({"target_layer_ids": [*LAYERS[:4], 28]}, ["feature layers"]),
+    "other layers": ({"target_layer_ids": [3, 11, 12, 22, 29]}, ["feature layers"]),
+    "another mask token": ({"mask_token_id": 0}, ["mask token"]),
     "embeddings scaled": ({"input_embedding_scale": 24.0}, ["embedding scale"]),
     "causal": ({"is_causal": True}, ["causality"]),
     "a window that is not there": ({"layer_types": SLIDING, "sliding_window": 8}, ["window"]),
-    "another RoPE base": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, ["RoPE base"]),
-    "another RoPE style": ({"is_neox_style": False}, ["RoPE style"]),
-    "two at once": ({"is_neox_style": False, "mask_token_id": 1000}, ["RoPE style", "mask token"]),
+    "a larger RoPE base": (rope(1e6), ["RoPE base"]),
+    "a smaller RoPE base": (rope(1e4), ["RoPE base"]),
+    "a RoPE scaling": (rope(1e5, rope_type="linear", factor=4.0), ["RoPE scaling"]),
+    "style and mask token": ({"is_neox_style": False, "mask_token_id": 1000}, ["RoPE style", "mask token"]),
+    "layers and mask token": (
+        {"target_layer_ids": [i - 1 for i in LAYERS], "mask_token_id": 1000},
+        ["mask token", "feature layers"],
+    ),
 }
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_mistake_planted_on_the_real_drafter_is_named(few, name, all_cores):
+    changes, kinds = QUICK[name]
+    assert sorted(fault.kind for fault in few.faults(changes)) == sorted(kinds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_mistake_planted_on_the_real_drafter_is_named(real, name, all_cores):
-    drafter, evidence, tokenizer = real
+def test_every_mistake_planted_on_the_real_drafter_is_named_first(real, name, all_cores):
     changes, kinds = PLANTED[name]
-    found = find_faults(variant(drafter, changes), evidence, tokenizer=tokenizer)
-    assert sorted(fault.kind for fault in found.faults) == sorted(kinds)
-    assert found.after.tau > found.before.tau
-    healthy = score(drafter, evidence).likelihood.mean()
-    assert float(found.after.likelihood.mean()) == pytest.approx(float(healthy), abs=0.02)
+    assert sorted(fault.kind for fault in real.faults(changes)) == sorted(kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_random_mistakes_on_the_real_drafter_are_named_first(real, seed, all_cores):
+    kind, changes = random_mistake(random.Random(seed), real.drafter, real.evidence)
+    assert [fault.kind for fault in real.faults(changes)] == [kind], changes
+
+
+@pytest.mark.slow
+def test_another_chat_template_than_in_training_is_named_first(real, all_cores):
+    bare = copy.deepcopy(real.tokenizer)
+    bare.chat_template = "{% for m in messages %}Question: {{ m.content }}\nAnswer:{% endfor %}"
+    prompts = [Prompt(str(n), question) for n, question in enumerate(QUESTIONS)]
+    found = diagnose(real.target, real.drafter, prompts, tokenizer=bare, max_new_tokens=32)
+    assert found.faults[0].kind == "chat template" and "ChatML" in found.verdict, found.verdict
+
+
+@pytest.mark.slow
+def test_another_model_of_the_same_shape_is_named_first(real, all_cores):
+    other = copy.deepcopy(real.target)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for name, weight in other.named_parameters():
+            if "mlp" in name:
+                weight.data.mul_(1 + 0.4 * torch.randn_like(weight))
+    prompts = [Prompt(str(n), question) for n, question in enumerate(QUESTIONS[:4])]
+    options = {"tokenizer": real.tokenizer, "max_new_tokens": 32, "other_targets": {"SmolLM2": real.target}}
+    found = diagnose(other, real.drafter, prompts, **options)
+    assert found.faults[0].kind == "target" and "SmolLM2" in found.verdict, found.verdict
 
 
 @pytest.mark.slow
 def test_the_shipped_pair_has_no_fault(real, all_cores):
-    drafter, evidence, tokenizer = real
-    weights = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
-    config = copy.deepcopy(drafter.config.to_dict())
-    found = find_faults(drafter, evidence, tokenizer=tokenizer)
+    weights = {name: tensor.clone() for name, tensor in real.drafter.state_dict().items()}
+    config = copy.deepcopy(real.drafter.config.to_dict())
+    found = find_faults(real.drafter, real.evidence, tokenizer=real.tokenizer)
     assert found.faults == [] and found.before.tau > 2
     # Looking changes nothing.
-    assert drafter.config.to_dict() == config
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in drafter.state_dict().items())
+    assert real.drafter.config.to_dict() == config
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in real.drafter.state_dict().items())
 
 
 # -- tiny pairs, trained here --
@@ -96,32 +184,37 @@ def tiny_target():
     return make_target("qwen3")
 
 
+def learn(drafter, target, prompts, folder, steps: int = 80):
+    """Train a drafter on the target's answers to `prompts` until it knows them by heart."""
+    samples = []
+    for prompt in prompts:
+        ids = target.generate(torch.tensor([prompt.ids]), do_sample=False, max_new_tokens=NEW)[0].tolist()
+        samples.append(Sample(prompt.id, ids, [(len(prompt.ids), len(ids))]))
+    arguments = DFlashTrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        max_steps=steps,
+        per_device_train_batch_size=len(samples),
+        gradient_accumulation_steps=1,
+        num_anchors=16,
+        learning_rate=1e-2,
+    )
+    DFlashTrainer(drafter.train(), target, arguments, SampleDataset(samples)).train()
+    drafter.config._attn_implementation = "sdpa"
+    return drafter.eval()
+
+
 @pytest.fixture(scope="module")
 def tiny(tiny_target, tmp_path_factory):
     """Drafters that know the target's answers to PROMPTS by heart, one for each of VARIANTS."""
-    answers = [
-        tiny_target.generate(torch.tensor([prompt.ids]), do_sample=False, max_new_tokens=NEW)[0].tolist()
-        for prompt in PROMPTS
-    ]
-    samples = [Sample(str(n), ids, [(10, len(ids))]) for n, ids in enumerate(answers)]
     drafters = {}
     for name, options in VARIANTS.items():
-        drafter = make_drafter(initializer_range=0.05, **options).train()
-        arguments = DFlashTrainingArguments(
-            output_dir=str(tmp_path_factory.mktemp(name)),
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
-            save_strategy="no",
-            max_steps=80,
-            per_device_train_batch_size=6,
-            gradient_accumulation_steps=1,
-            num_anchors=16,
-            learning_rate=1e-2,
-        )
-        DFlashTrainer(drafter, tiny_target, arguments, SampleDataset(samples)).train()
-        drafter.config._attn_implementation = "sdpa"
-        drafters[name] = drafter.eval()
+        # The padding token stands in no text, and is among the ids that are tried.
+        drafter = make_drafter(initializer_range=0.05, mask_token_id=PAD, **options)
+        drafters[name] = learn(drafter, tiny_target, PROMPTS, tmp_path_factory.mktemp(name))
     return drafters
 
 
@@ -150,6 +243,43 @@ def test_healthy_tiny_pairs_have_no_fault(tiny_target, tiny, name):
 def test_a_mistake_on_a_sliding_drafter_is_named(tiny_target, tiny, changes, kind):
     faults = find_faults(variant(tiny["sliding"], changes), evidence_of(tiny_target)).faults
     assert faults[0].kind == kind
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_mistakes_are_named(tiny_target, tiny, seed):
+    rng, evidence = random.Random(seed), evidence_of(tiny_target)
+    first, changes = random_mistake(rng, tiny["plain"], evidence)
+    kinds = {first}
+    if seed % 2:  # and another kind on top
+        while len(kinds) < 2:
+            kind, more = random_mistake(rng, tiny["plain"], evidence)
+            if kind not in kinds:
+                kinds.add(kind)
+                changes = changes | more
+    faults = find_faults(variant(tiny["plain"], changes), evidence).faults
+    assert {fault.kind for fault in faults} == kinds, changes
+
+
+FALSE_ALARM_PAIRS = [(family, seed) for family in ("qwen3", "llama", "gemma3", "olmo2", "gpt2") for seed in range(3)]
+
+
+@pytest.mark.slow
+def test_false_alarms(tmp_path):
+    """Healthy pairs on texts of which a drafter knows a third, and untrained ones, with which nothing can be told."""
+    prompts = [Prompt(str(n), ids=prompt_ids(1, 10, seed=100 + n)[0].tolist()) for n in range(9)]
+    alarms = {"trained": [], "untrained": []}
+    for family, seed in FALSE_ALARM_PAIRS:
+        target = make_target(family, seed=seed)
+        evidence = gather(target, [prompt.ids for prompt in prompts], num_drafts=3, max_new_tokens=NEW)
+        for kind in alarms:
+            drafter = make_drafter(seed, initializer_range=0.05, mask_token_id=PAD)
+            if kind == "trained":
+                learn(drafter, target, prompts[:3], tmp_path / f"{family}-{seed}", steps=50)
+            found = find_faults(drafter, evidence)
+            print(f"{family} {seed} {kind}: tau {found.before.tau:.2f}", *found.faults)
+            alarms[kind] += [(family, seed, fault.kind, fault.changes) for fault in found.faults]
+    print({kind: f"{len(of)} false alarms in {len(FALSE_ALARM_PAIRS)} pairs" for kind, of in alarms.items()})
+    assert alarms == {"trained": [], "untrained": []}
 
 
 def test_a_target_of_the_same_shape_is_told_from_the_right_one(tiny_target, tiny):
