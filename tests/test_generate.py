@@ -220,8 +220,22 @@ def test_stop_strings_end_the_text_inside_a_block(hit, byte_tokenizer):
         stop = dict(stop_strings=byte_tokenizer.decode(text[at - 1 : at + 1]), tokenizer=byte_tokenizer)
         expected = plain(target, {"input_ids": ids}, max_new_tokens=NEW, **stop)
         assert expected.shape[1] <= at + 1
-        out = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=oracle(text, hit), **stop)
+        seen = []
+
+        def note(ids, scores, seen=seen):
+            seen.append(ids.shape[1])
+            return scores
+
+        out = plain(
+            target,
+            {"input_ids": ids},
+            max_new_tokens=NEW,
+            assistant_model=oracle(text, hit),
+            logits_processor=[note],
+            **stop,
+        )
         assert out.tolist() == expected.tolist()
+        assert seen == list(range(9, out.shape[1]))  # a processor is not shown what lies behind the end
 
 
 class Tokens(BaseStreamer):

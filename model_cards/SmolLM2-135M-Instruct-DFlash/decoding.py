@@ -259,6 +259,7 @@ def decode(
     # A user's own limit or EOS criterion replaces the one of the config. As plain generate() does, give one token at
     # least.
     ends_anywhere = [c for c in stopping_criteria if type(c) not in (sc.MaxLengthCriteria, sc.EosTokenCriteria)]
+    stop_strings = [c for c in stopping_criteria if type(c) is sc.StopStringCriteria]
     limits = [c.max_length for c in stopping_criteria if type(c) is sc.MaxLengthCriteria]
     max_length = max(min(limits or [generation_config.max_length]), prompt_length + 1)
     eos_ids = {i for c in stopping_criteria if type(c) is sc.EosTokenCriteria for i in c.eos_token_id.tolist()}
@@ -272,6 +273,10 @@ def decode(
     if adaptive and (coupled or not do_sample):
         schedule = Schedule(drafter, target, num_rows, num_drafts)
     seed = int(torch.randint(1 << 62, ())) if coupled else None
+
+    def ends(text):
+        """Whether a text `[1, n]` ends here, as far as that can be asked more than once."""
+        return int(text[0, -1]) in eos_ids or any(bool(c(text, None).all()) for c in stop_strings)
 
     def noise_for(rows, lengths, width):
         new = [length - prompt_length for length in lengths]
@@ -361,7 +366,7 @@ def decode(
                         ids[row : row + 1, : lengths[row]],
                         of_rows[row],
                         do_sample,
-                        ends=lambda text: int(text[0, -1]) in eos_ids,
+                        ends,
                     )
                     committed.append(chosen.tolist())
                     processed.append(of_row)
