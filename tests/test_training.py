@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
 from dflash_hf import DFlashDraftModel
@@ -185,6 +186,55 @@ def test_loss_in_chunks_is_the_loss_and_its_gradient(distillation_weight, monkey
     expected = (weights * ((1 - distillation_weight) * right + distillation_weight * divergence)).sum()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradient, torch.autograd.grad(2 * expected, states)[0])
+
+
+def memory(field: str) -> int:
+    """VmRSS (now) or VmHWM (peak) of this process in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to tell the peak of memory")
+def test_a_vocabulary_of_262k_does_not_need_gigabytes():
+    """Loss and gradient, distillation included, of logits that would take 0.2 GB as a whole, and ten times that in
+    all: a chunk of 64 MB and what its loss needs is all there is of it at a time."""
+    rows, width, vocabulary = 160, 4, 262_144
+    head, states = torch.randn(vocabulary, width), torch.randn(rows, width, requires_grad=True)
+    labels, weights = torch.randint(vocabulary, (rows,)), torch.rand(rows)
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = memory("VmRSS")
+    objective.weighted_loss(
+        states, labels, weights, lambda x: x @ head.T, vocabulary, lambda part: states[part] @ head.T, 0.5
+    ).backward()
+    assert memory("VmHWM") - before < 12 * 4 * objective.LOGITS_IN_A_CHUNK < 1e9
+
+
+class Products(TorchDispatchMode):
+    """Counts the operations of matrix products. (torch's FlopCounterMode stops at a gradient within a pass.)"""
+
+    operations = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        if function is torch.ops.aten.mm.default:
+            self.operations += 2 * out.numel() * args[0].shape[1]
+        return out
+
+
+@pytest.mark.parametrize("distillation_weight", [0.0, 0.5])
+def test_operations_are_those_of_a_step(distillation_weight, target, samples, tmp_path):
+    """Of all linear layers, forward and backward; attention is left to its formula."""
+    data, drafter = SampleDataset(samples[:2]), make_drafter()
+    trainer = DFlashTrainer(drafter, target, arguments(tmp_path, distillation_weight=distillation_weight), data)
+    items = [item_of(target, sample, drafter.config) for sample in samples[:2]]
+    (batch,), total = trainer.get_batch_samples(iter([items]), 1, torch.device("cpu"))
+    with Products() as products:
+        trainer.compute_loss(drafter, batch, num_items_in_batch=total).backward()
+    visible, config = batch["blocks"].visible, drafter.config
+    pairs = int((visible[:, 1] - visible[:, 0] + BLOCK).sum()) * BLOCK
+    attention = 12 * config.num_hidden_layers * pairs * config.num_attention_heads * config.head_dim
+    assert trainer.floating_point_ops(batch) - attention == products.operations
 
 
 def test_an_untrained_teacher_of_itself_has_no_divergence(target, samples, tmp_path):

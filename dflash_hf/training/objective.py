@@ -7,6 +7,7 @@ d + 1 places behind the anchor.
 """
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ ATTENTION = "blocks_at_anchors"  # the drafter refuses names with "flash" in the
 IGNORE = -100
 # Queries of one call of sdpa on a CPU: its mask has this many rows, and a group's keys end at its last anchor.
 QUERIES_IN_A_GROUP = 128
-# Logits that are there at a time: 256 MB in float32, whatever the vocabulary is.
-LOGITS_IN_A_CHUNK = 2**26
+# Logits that are there at a time: 64 MB in float32, whatever the vocabulary is. Their loss needs about ten times that.
+LOGITS_IN_A_CHUNK = 2**24
 
 
 def loss_decay(block_size: int) -> float:
@@ -201,17 +202,28 @@ def block_attention(module, query, key, value, attention_mask, dropout=0.0, scal
     T = key.shape[2] - query.shape[2]
     if query.device.type == "cuda":
         return _flex(module, query, key, value, attention_mask, L, T, scaling), None
+    groups = list(_groups(visible, L))
+    # Split into sequences and groups at once: the gradient of a slice is as large as all that it is cut from.
+    begins = sorted({0, *visible[:, 0].tolist()})
+    starts = [start * L for start, _ in groups]
+    (context_k, own_k), (context_v, own_v) = (part.split([T, len(visible) * L], dim=2) for part in (key, value))
+    context_k, context_v = (dict(zip(begins, _split(part, begins), strict=True)) for part in (context_k, context_v))
+    queries, own_k, own_v = (_split(part, starts) for part in (query, own_k, own_v))
     found = []
-    for start, stop in _groups(visible, L):
+    for n, (start, stop) in enumerate(groups):
         mine = visible[start:stop]
         first, last = int(mine[0, 0]), int(mine[:, 1].max())
-        rows, own = slice(start * L, stop * L), slice(T + start * L, T + stop * L)
         mask = visibility(mine, L, first, last, causal=module.causal, window=module.window)
-        k = torch.cat([key[:, :, first:last], key[:, :, own]], dim=2)
-        v = torch.cat([value[:, :, first:last], value[:, :, own]], dim=2)
-        out, _ = sdpa_attention_forward(module, query[:, :, rows], k, v, mask[None, None], dropout, scaling)
+        k = torch.cat([context_k[first][:, :, : last - first], own_k[n]], dim=2)
+        v = torch.cat([context_v[first][:, :, : last - first], own_v[n]], dim=2)
+        out, _ = sdpa_attention_forward(module, queries[n], k, v, mask[None, None], dropout, scaling)
         found.append(out)
     return torch.cat(found, dim=1), None
+
+
+def _split(tensor: torch.Tensor, starts: list[int]) -> tuple[torch.Tensor, ...]:
+    """The parts of `[1, H, S, head_dim]` that begin at `starts`, of which the first is 0."""
+    return tensor.split([stop - start for start, stop in itertools.pairwise([*starts, tensor.shape[2]])], dim=2)
 
 
 def _flex(module, query, key, value, attention_mask, block_size: int, T: int, scaling) -> torch.Tensor:

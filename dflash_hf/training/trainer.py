@@ -254,7 +254,8 @@ class DFlashTrainer(Trainer):
     def floating_point_ops(self, inputs) -> int:
         """What one training pass needs, forward and backward, target features left out; `total_flos` sums it up.
 
-        Two operations a multiply-add; the backward pass twice the forward. The frozen head has no weight gradient.
+        Two operations a multiply-add; the backward pass twice the forward. The frozen head has no weight gradient, and
+        the features have none.
         """
         blocks, config = inputs["blocks"], self.drafter.config
         N, L = len(blocks.visible), config.block_size
@@ -262,12 +263,12 @@ class DFlashTrainer(Trainer):
         D, head_dim = config.hidden_size, config.head_dim
         kv = 2 * D * config.num_key_value_heads * head_dim
         layer = kv + 2 * D * config.num_attention_heads * head_dim + 3 * D * config.intermediate_size
-        linear = T * self.drafter.fc.weight.numel() + config.num_hidden_layers * (T * kv + N * L * layer)
+        fc, linear = T * self.drafter.fc.weight.numel(), config.num_hidden_layers * (T * kv + N * L * layer)
         seen = int((blocks.visible[:, 1] - blocks.visible[:, 0] + L).sum()) * L  # pairs of query and key
         attention = config.num_hidden_layers * seen * 2 * config.num_attention_heads * head_dim
         labels = int((blocks.labels != IGNORE).sum())
         head = labels * self.head.vocab_size * D
-        return 6 * (linear + attention) + (6 if self.args.distillation_weight > 0 else 4) * head
+        return 4 * fc + 6 * (linear + attention) + (6 if self.args.distillation_weight > 0 else 4) * head
 
     def _compute_features(self, blocks: Blocks, items: list[dict]) -> None:
         distils = self.args.distillation_weight > 0
