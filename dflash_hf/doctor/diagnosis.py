@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -56,7 +57,8 @@ class Diagnosis:
 
     @property
     def differences(self) -> list[dict]:
-        """Where texts with and without the drafter part; see `top2_gap` in dflash_hf/benchmark/runner.py."""
+        """Where texts with and without the drafter part: `method`, `prompt`, and what `top2_gap` of
+        dflash_hf/benchmark/runner.py says (`position` counts the prompt's `prompt_tokens`, too), tokens as text."""
         runs = [] if self.report is None else self.report.runs
         return [
             {"method": run["method"], "prompt": run["prompts"][d["row"]], **d}
@@ -120,7 +122,8 @@ class Diagnosis:
                 return f"Does not generate: {next(iter(self.report.refused.values()))}"
             return (
                 f"Wrong text: {len(real)} answers with the drafter differ from the target's own and no rounding "
-                f"explains it, first in prompt {real[0]['prompt']!r} at token {real[0]['position']}; please report it."
+                f"explains it, first in prompt {real[0]['prompt']!r} at token "
+                f"{real[0]['position'] - real[0]['prompt_tokens'] + 1} of the answer; please report it."
             )
         if code == FAULT:
             one = self.faults[0]
@@ -169,9 +172,10 @@ class Diagnosis:
             print(f"Fits and loads: yes\nSame text: {compared - len(differences)} of {compared} answers; "
                   f"{ties} part at a near-tie, {len(differences) - ties} for real")  # fmt: skip
             for d in differences:
-                kind = "near-tie" if d["near_tie"] else "REAL"
-                print(f"  {d['prompt']} ({d['method']}), token {d['position']}: {d['plain']} became {d['other']}; "
-                      f"top-2 logit gap {d['top2_gap']:.2g}, rounding {d['rounding']:.2g}: {kind}")  # fmt: skip
+                kind, place = "near-tie" if d["near_tie"] else "REAL", d["position"] - d["prompt_tokens"] + 1
+                print(f"  {d['prompt']} ({d['method']}), token {place} of the answer: {d['plain_text']} became "
+                      f"{d['other_text']}; top-2 logit gap {d['top2_gap']:.2g}, rounding {d['rounding']:.2g}: "
+                      f"{kind}")  # fmt: skip
             for method, reason in self.report.refused.items():
                 print(f"  {method}: {reason}")
         if self.tau is not None:
@@ -216,7 +220,7 @@ def diagnose(
         max_new_tokens: of an answer.
         repeats: rounds of the comparison with plain decoding.
         other_targets: models that the drafter may have been made for, by name; tried where acceptance is low.
-        progress: show a bar.
+        progress: say what is being done, and show a bar.
 
     Raises:
         ValueError: prompts cannot be read without a tokenizer, or every answer is too short.
@@ -231,15 +235,18 @@ def diagnose(
             loaded = DFlashDraftModel.from_pretrained(drafter, dtype=target.dtype)
             drafter = loaded.to(target.device).eval()
         drafter.check_target(target, target.generation_config)
-    except (ValueError, OSError) as error:
-        return Diagnosis(problems=[" ".join(str(error).split()) + _layer_hint(target, drafter)])
+    except Exception as error:  # whatever a damaged or foreign folder raises is the answer to "does it load?"
+        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        return Diagnosis(problems=[kind + " ".join(str(error).split()) + _layer_hint(target, drafter)])
     result = Diagnosis()
+    _say(progress, f"{len(prompts)} prompts are answered, then other readings of the drafter's config are tried ...")
     encoded = [encode(prompt, tokenizer) for prompt in prompts]
     evidence = gather(target, encoded, num_drafts=drafter.config.num_drafts, max_new_tokens=max_new_tokens)
     findings = find_faults(drafter, evidence, tokenizer=tokenizer)
     result.before, result.faults = _facts(findings.before), findings.faults
     if findings.after.first < LOW_FIRST:
         result.faults += _elsewhere(findings, evidence, prompts, tokenizer, max_new_tokens, other_targets or {})
+    _say(progress, "Every prompt is answered with and without the drafter ...")
     result.report = bench(
         target,
         drafter,
@@ -250,8 +257,22 @@ def diagnose(
         repeats=repeats,
         progress=progress,
     )
+    for run in result.report.runs:
+        for difference in run.get("differences", ()):
+            difference |= {f"{side}_text": _word(difference[side], tokenizer) for side in ("plain", "other")}
     result.notes = _notes(result, name, target)
     return result
+
+
+def _say(progress: bool, text: str) -> None:
+    if progress:
+        print(text, file=sys.stderr)
+
+
+def _word(token: int | None, tokenizer) -> str:
+    if token is None:
+        return "the end"
+    return str(token) if tokenizer is None else f"{token} {tokenizer.decode([token])!r}"
 
 
 def _layer_hint(target, drafter) -> str:
