@@ -9,13 +9,30 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="DFlash drafters for transformers.")
+from . import __version__
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 _SCHEDULE_HELP = "As many drafts as pay, or always as many; unset: as the drafter says."
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
-    """Keep commands as sub-commands while there is only one."""
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """DFlash drafters for transformers: a small drafter proposes blocks of tokens, the target's text stays the same.
+
+    Example: dflash-hf generate "Why is the sky blue?" --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16
+
+    Every command has an example: dflash-hf COMMAND --help.
+    """
 
 
 @app.command()
@@ -29,7 +46,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="With --sample; 0: off.")] = 0,
     top_p: Annotated[float, typer.Option(help="With --sample; 1: off.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="With --sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="With --sample.")] = 0,
     schedule: Annotated[Literal["adaptive", "constant"] | None, typer.Option(help=_SCHEDULE_HELP)] = None,
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of target and drafter: auto, float32, bfloat16, ...")] = "auto",
@@ -69,7 +86,7 @@ def chat(
     temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="With --sample; 0: off.")] = 0,
     top_p: Annotated[float, typer.Option(help="With --sample; 1: off.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="With --sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="With --sample.")] = 0,
     schedule: Annotated[Literal["adaptive", "constant"] | None, typer.Option(help=_SCHEDULE_HELP)] = None,
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of target and drafter: auto, float32, bfloat16, ...")] = "auto",
@@ -179,6 +196,7 @@ def features(
         layers = DFlashConfig.from_pretrained(drafter).target_layer_ids
         if layers is None:
             raise ValueError(f"Expected a DFlash drafter, the config of {drafter} names no target layers.")
+        _refuse_a_model(out)
         model, _ = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
         written = write_features(model, samples, out, layers, dtype=storage, with_final=with_final, progress=True)
     typer.echo(f"{out}: {written} shards written, {len(samples)} answers")
@@ -192,7 +210,7 @@ def train(
     eval_data: Annotated[str | None, typer.Option(help="The same, held out; evaluated under their names.")] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from; unset: a fresh one.")] = None,
     num_layers: Annotated[int, typer.Option(min=1, help="Of a fresh drafter.")] = 5,
-    block_size: Annotated[int, typer.Option(help="Of a fresh drafter.")] = 16,
+    block_size: Annotated[int, typer.Option(min=2, help="Of a fresh drafter.")] = 16,
     mask_token_id: Annotated[int | None, typer.Option(help="Of a fresh drafter; unset: an unused id.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the target's weights: auto, float32, bfloat16, ...")] = "auto",
@@ -215,6 +233,9 @@ def train(
         (arguments,) = HfArgumentParser(t.DFlashTrainingArguments, exit_on_error=False).parse_args_into_dataclasses(
             context.args
         )
+        _refuse_a_model(Path(arguments.output_dir))
+        if not (sources := _list(data)):
+            raise ValueError("Expected answers or folders of features as --data, with commas between them, got none.")
         device = device or str(arguments.device)  # of this process, where several were launched
         model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
         if init_from is not None:
@@ -227,7 +248,7 @@ def train(
             drafter,
             model,
             arguments,
-            t.read_dataset(_list(data) or []),
+            t.read_dataset(sources),
             {Path(name).stem: t.read_dataset([name]) for name in _list(eval_data) or []} or None,
         )
         trainer.train(resume_from_checkpoint=True)
@@ -264,7 +285,7 @@ def bench(
     temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="With --sample; 0: off.")] = 0,
     top_p: Annotated[float, typer.Option(help="With --sample; 1: off.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of sampling, simulation and intervals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of sampling, simulation and intervals.")] = 0,
 ) -> None:
     """Measure DRAFTER on PROMPTS against plain decoding and its peers. Ctrl-C keeps what was measured.
 
@@ -399,9 +420,9 @@ def check(
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, ...")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Of every prompt.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Rounds of the comparison with plain decoding.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Take the first prompts only.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=3, help="Of every prompt.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of the comparison with plain decoding.")] = 1,
 ) -> None:
     """Find out whether DRAFTER works with TARGET, and if it does not help, which known mistake explains it.
 
@@ -416,6 +437,8 @@ def check(
     with one_line_errors():
         if out is not None and not out.parent.is_dir():
             raise FileNotFoundError(f"There is no folder {out.parent} to write {out.name} to; make it first.")
+        if out is not None and out.is_dir():
+            raise IsADirectoryError(f"Expected a file to write, got the folder {out}.")
         chosen = PROMPTS[:limit] if prompts is None else read_prompts(prompts, limit=limit)[0]
         model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
         others = {name: load_target(name, dtype=dtype, device=device)[0] for name in other_target or ()}
@@ -468,6 +491,15 @@ def _load_pair(target: str, drafter: str, schedule: str | None, **where) -> tupl
     return model, assistant.to(device=model.device, dtype=model.dtype), tokenizer
 
 
+def _refuse_a_model(folder: Path) -> None:
+    """Raise FileExistsError if `folder` holds a model that is no drafter: what is written there would spoil it."""
+    config = folder / "config.json"
+    if config.is_file() and "DFlashDraftModel" not in config.read_text(errors="replace"):
+        raise FileExistsError(
+            f"{folder} holds another model (its {config.name} is no drafter's); name another folder."
+        )
+
+
 def _list(text: str | None, kind=str) -> list | None:
     """The parts of `a,b,c`; None for None.
 
@@ -518,8 +550,10 @@ def load_target(name: str, *, gguf_file: str | None = None, dtype: str = "auto",
     if gguf_file is None and path.suffix == ".gguf":
         path, gguf_file = path.parent, path.name
         name = str(path)
-    if not path.is_dir() and (path.exists() or path.is_absolute() or len(path.parts) > 2):
-        raise FileNotFoundError(f"Expected a folder, a GGUF file or a Hub name like owner/name, got {name}.")
+    if not name or (not path.is_dir() and (path.exists() or path.is_absolute() or len(path.parts) > 2)):
+        raise FileNotFoundError(
+            f"Expected a folder, a GGUF file or a Hub name like owner/name, got {name or 'nothing'}."
+        )
     kind = getattr(torch, dtype, None)
     if dtype != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize > 1):
         raise ValueError(f"Expected auto or a dtype such as float32, bfloat16 or float16, got {dtype!r}.")
@@ -537,8 +571,12 @@ def load_target(name: str, *, gguf_file: str | None = None, dtype: str = "auto",
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, gguf_file=gguf_file)
         model, info = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except (SafetensorError, json.JSONDecodeError, TypeError) as error:  # TypeError: a JSON file that holds no object
         raise ValueError(f"A file of {name} is damaged or incomplete ({error}); fetch or write it again.") from None
+    except OSError as error:
+        if name in str(error):
+            raise
+        raise OSError(f"{name} cannot be loaded: {error}") from None
     if lacking := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
         raise ValueError(
             f"{name} does not hold the weights of a {type(model).__name__}: {len(lacking)} tensors are missing or of "

@@ -63,7 +63,13 @@ def read_prompts(
         content = path.read_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
         records = []
-        for number, line in enumerate(content.decode().splitlines(), 1):
+        try:
+            lines = content.decode().splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8."
+            ) from None
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
                     records.append(json.loads(line))

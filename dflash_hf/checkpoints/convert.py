@@ -216,6 +216,8 @@ def _check_same(before: Path, after: Path) -> None:
         return meaning(drafter.config), draft_logits(drafter)
 
     (meaning_before, logits_before), (meaning_after, logits_after) = result(before), result(after)
+    if logits_before.isnan().any():
+        raise ValueError("The drafter's logits are not numbers (NaN): its weights are damaged. Nothing was written.")
     differ = [name for name, value in meaning_before.items() if meaning_after[name] != value]
     if differ or not torch.equal(logits_before, logits_after):
         raise RuntimeError(

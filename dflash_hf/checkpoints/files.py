@@ -195,11 +195,16 @@ def _check_t2d(checkpoint: Checkpoint) -> None:
 
 def _local(source: str | os.PathLike) -> Path:
     folder = Path(source)
-    if folder.is_dir():
+    if folder.is_dir() and str(source):
         return folder
     if folder.exists() or len(folder.parts) != 2 or folder.is_absolute():
         raise FileNotFoundError(f"Expected a drafter's folder or a Hub name like owner/name, got {source}.")
-    return Path(snapshot_download(str(source), allow_patterns=_NEEDED))
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=_NEEDED))
+    except OSError as error:
+        if str(source) in str(error):
+            raise
+        raise OSError(f"{source} cannot be fetched: {error}") from None
 
 
 def _read_json(path: Path) -> dict:

@@ -32,7 +32,7 @@ class Measurements:
 
     def __init__(self, path: str | os.PathLike):
         try:
-            self.report = json.loads(Path(path).read_text())
+            self.report = json.loads(Path(path).read_text(encoding="utf-8"))
             known = self.report["schema"] == 1 and self.report["summary"] and self.report["environment"]
         except (KeyError, TypeError, ValueError):
             known = False
@@ -215,15 +215,20 @@ def write_card(
     return card
 
 
-def hub_name(name) -> bool:
-    """Whether `name` can be a model's name on the Hub (`owner/name`) and is no folder here."""
-    if not isinstance(name, str) or name.count("/") != 1 or Path(name).is_dir():
+def is_hub_name(name) -> bool:
+    """Whether `name` can be a model's name on the Hub, `owner/name`."""
+    if not isinstance(name, str) or name.count("/") != 1:
         return False
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
     return True
+
+
+def hub_name(name) -> bool:
+    """The same, and no folder here has that name."""
+    return is_hub_name(name) and not Path(name).is_dir()
 
 
 def _name(path: str) -> str:

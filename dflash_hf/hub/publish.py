@@ -19,7 +19,7 @@ from ..checkpoints import Checkpoint, convert, meaning, read
 from ..checkpoints.convert import new_folder
 from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import DFlashDraftModel
-from .card import Measurements, hub_name, write_card
+from .card import Measurements, hub_name, is_hub_name, write_card
 
 
 @dataclass
@@ -77,7 +77,7 @@ def publish(
     Example:
         >>> publish("my-drafter", "me/my-drafter", measurements="bench.json", license="apache-2.0")  # doctest: +SKIP
     """
-    if repo_id.count("/") != 1:
+    if not is_hub_name(repo_id):
         raise ValueError(f"Expected a repository like owner/name, got {repo_id!r}.")
     with new_folder(out) if out is not None else _temporary() as stage:
         files = _write(stage, drafter, repo_id, measurements, base_model, license, datasets, language, include)
@@ -105,7 +105,7 @@ def _write(stage, drafter, repo_id, measurements, base_model, license, datasets,
             drafter.save_pretrained(source)
         checkpoint = read(source)
         readme = checkpoint.folder / "README.md"
-        written = readme.read_text() if readme.is_file() else None
+        written = _text(readme) if readme.is_file() else None
         said = _metadata(readme, written)
         if base_model is not None and not hub_name(base_model):
             raise ValueError(f"Expected the target's name on the Hub as base_model, got {base_model!r}.")
@@ -144,6 +144,13 @@ def _write(stage, drafter, repo_id, measurements, base_model, license, datasets,
     return sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
 
 
+def _text(readme: Path) -> str:
+    try:
+        return readme.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{readme} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8.") from None
+
+
 def _metadata(readme: Path, written: str | None) -> dict:
     try:
         return ModelCard(written).data.to_dict() if written else {}
@@ -173,7 +180,7 @@ def _add_license(stage: Path, license: str) -> None:
     text = distribution("dflash-hf").read_text("licenses/LICENSE") if license == "apache-2.0" else None
     if text is None:
         raise ValueError(f"The drafter's folder has no LICENSE file: put the text of {license} there.")
-    (stage / "LICENSE").write_text(text)
+    (stage / "LICENSE").write_text(text, encoding="utf-8")
 
 
 def _check_fits(measured: Measurements, checkpoint: Checkpoint) -> None:
@@ -218,7 +225,7 @@ def _something_else(api: HfApi, repo_id: str, sha: str, there: set[str], config:
     """Why the files of a repository are not an older version of this drafter; None if they are, or there are none."""
 
     def text(name: str) -> str:
-        return Path(api.hf_hub_download(repo_id, name, revision=sha)).read_text()
+        return Path(api.hf_hub_download(repo_id, name, revision=sha)).read_text(encoding="utf-8")
 
     if not there:
         return None
