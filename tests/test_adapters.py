@@ -1,14 +1,16 @@
 # ruff: noqa: F811  (pytest fixtures of another file)
 """LoRA by peft, on the drafter and on the target."""
 
+import json
+
 import pytest
 import torch
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.training.trainer import SampleDataset
+from dflash_hf.training.trainer import DFlashTrainer, SampleDataset
 from drafters import make_drafter
 from targets import make_target
-from test_training import assert_same_weights, samples, target, trained  # noqa: F401  (fixtures)
+from test_training import arguments, assert_same_weights, samples, target, trained  # noqa: F401  (fixtures)
 
 peft = pytest.importorskip("peft", reason="needs peft: `make test` installs it")
 
@@ -79,10 +81,32 @@ def test_adapter_drafts_switches_off_merges_and_loads(adapted, target, samples):
     loaded = peft.PeftModel.from_pretrained(base, folder).eval()
     assert drafts(target, loaded, samples) == with_adapter
     loaded.load_adapter(folder, adapter_name="second")
-    torch.nn.init.zeros_(loaded.base_model.model.layers[0].mlp.up_proj.lora_B["second"].weight)
+    for name, parameter in loaded.named_parameters():
+        if "lora_B.second" in name:
+            torch.nn.init.zeros_(parameter)  # an adapter that adds nothing
     loaded.set_adapter("second")
+    assert drafts(target, loaded, samples) == without
     loaded.set_adapter("default")
     assert drafts(target, loaded, samples) == with_adapter
+
+
+def test_example_adapts_a_drafter_and_measures_it(target, samples, tmp_path):
+    """From files, as the example's command line: better with the adapter, unchanged without it, a small file."""
+    import adapt_lora
+
+    base = make_drafter(initializer_range=0.05)
+    base.save_pretrained(tmp_path / "drafter")
+    lines = [json.dumps({"id": s.id, "ids": s.ids, "spans": s.spans}) + "\n" for s in samples]
+    (tmp_path / "answers.jsonl").write_text("".join(lines))
+    options = ["--max_steps=40", "--learning_rate=2e-2", "--use_cpu=True", "--disable_tqdm=True"]
+    answers, adapter = str(tmp_path / "answers.jsonl"), str(tmp_path / "adapter")
+    adapt_lora.train(target, str(tmp_path / "drafter"), answers, adapter, *options)
+    weights = [path.name for path in (tmp_path / "adapter").glob("*.safetensors")]
+    assert weights == ["adapter_model.safetensors"]
+    (on, off, without) = adapt_lora.measure(target, adapter, answers)[answers]
+    assert on > 1.3 * without and off == without
+    evaluation = DFlashTrainer(base, target, arguments(tmp_path / "out"), eval_dataset=SampleDataset(samples))
+    assert without == pytest.approx(evaluation.evaluate()["eval_tau"])
 
 
 def test_merged_drafter_is_an_ordinary_one(adapted, target, samples, tmp_path):

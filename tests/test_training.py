@@ -271,6 +271,14 @@ def test_how_a_step_is_cut_into_batches_does_not_matter(target, samples, tmp_pat
     assert runs[0].state.log_history[0]["loss"] == pytest.approx(runs[2].state.log_history[0]["loss"], abs=1e-5)
 
 
+def test_bf16_is_the_same_training_within_its_precision(target, samples, tmp_path):
+    data, settings = SampleDataset(samples), {"distillation_weight": 0.3, "learning_rate": 1e-3, "max_steps": 1}
+    narrow, wide = (trained(target, data, tmp_path, bf16=bf16, **settings) for bf16 in (True, False))
+    losses = [run.state.log_history[0]["loss"] for run in (narrow, wide)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] != losses[1]
+    assert {parameter.dtype for parameter in narrow.model.parameters()} == {torch.float32}  # what AdamW updates
+
+
 def test_the_loss_over_the_answers_tokens_leaves_the_others_out(target, samples, tmp_path):
     data = SampleDataset(samples[:2])
     trainer = DFlashTrainer(make_drafter(), target, arguments(tmp_path, answer_vocabulary=True), data)

@@ -104,9 +104,11 @@ def read_dataset(sources: list[str | os.PathLike]) -> torch.utils.data.Dataset:
     """A data set of files of answers, or of folders of features.
 
     Raises:
-        ValueError: files and folders are mixed.
+        ValueError: files and folders are mixed, or there is none.
         FileNotFoundError: one of them is not there.
     """
+    if not sources:
+        raise ValueError("Expected files of answers or folders of features, got none.")
     folders = [source for source in sources if Path(source).is_dir()]
     if folders and len(folders) < len(sources):
         raise ValueError(f"Expected files of answers or folders of features, got both: {sources}.")
