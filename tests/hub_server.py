@@ -17,7 +17,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 import yaml
+from huggingface_hub import constants
 
+TOKEN = "hf_" + "Qw3rTy" * 6
 LFS_SUFFIXES = (".safetensors", ".pt", ".bin", ".png")
 
 
@@ -84,6 +86,15 @@ class HubServer:
     def __exit__(self, *error) -> None:
         self.server.shutdown()
         self.server.server_close()
+
+    def serve(self, monkeypatch, cache) -> None:
+        """Let this process talk to this Hub, with a token to write there and its cache in the folder `cache`."""
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", self.url)
+        settings = {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True, "HF_HUB_CACHE": str(cache)}
+        settings |= {"ENDPOINT": self.url, "HUGGINGFACE_CO_URL_TEMPLATE": template}
+        for name, value in settings.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", self.token)
 
     def put(self, repo_id: str, files: dict[str, bytes]) -> str:
         """Make a repository that holds `files`; return the commit."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from drafters import make_drafter
+from hub_server import TOKEN, HubServer
 from targets import make_target
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -92,3 +93,18 @@ def test_sampled_text_belongs_to_the_seed(pair, tokenizer, capsys):
     drafter.generation_config.num_assistant_tokens = 1
     fewer = main(target, tokenizer, drafter)
     assert fewer["coupled"] == first["coupled"] and fewer["rejection"] != first["rejection"]
+
+
+def test_publish_loads_what_it_published_by_its_name(pair, tmp_path, monkeypatch, capsys):
+    _, drafter = pair
+    drafter.save_pretrained(tmp_path / "drafter")
+    with HubServer(TOKEN) as hub:
+        hub.serve(monkeypatch, tmp_path / "cache")
+        done = example("publish").main(
+            str(tmp_path / "drafter"), "me/example", base_model="someone/target", license="apache-2.0"
+        )
+        assert {"README.md", "LICENSE", "model.safetensors", "modeling_dflash.py"} <= set(hub.files("me/example"))
+        assert done.revision == hub.repos["me/example"].branches["main"]
+    shown = capsys.readouterr().out
+    assert done.url in shown and f"loads as DFlashDraftModel with {drafter.num_parameters():,} parameters" in shown
+    assert TOKEN not in shown

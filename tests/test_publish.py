@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -19,10 +19,9 @@ from dflash_hf.cli import app
 from dflash_hf.hub import publish
 from dflash_hf.hub.publish import without_tokens
 from drafters import make_drafter
-from hub_server import HubServer
+from hub_server import TOKEN, HubServer
 from targets import make_target, prompt_ids
 
-TOKEN = "hf_" + "Qw3rTy" * 6
 BASE = "someone/some-target"
 SAID = {"base_model": BASE, "license": "apache-2.0"}
 
@@ -31,13 +30,7 @@ SAID = {"base_model": BASE, "license": "apache-2.0"}
 def hub(monkeypatch, tmp_path):
     """A Hub that this process talks to, with a token to write there."""
     with HubServer(TOKEN) as server:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", server.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        server.serve(monkeypatch, tmp_path / "cache")
         yield server
 
 
@@ -330,6 +323,8 @@ def test_no_token_in_errors(hub, folder, monkeypatch):
 
 BAD = {
     "no owner": (["drafter"], {}, "like owner/name, got 'drafter'"),
+    "a space in the name": (["me/a b"], {}, "like owner/name, got 'me/a b'"),
+    "a card of another encoding": ([], {}, "README.md is not UTF-8"),
     "no license": ([], {"license": None}, "needs license"),
     "no target": ([], {"base_model": None}, "needs base_model"),
     "a folder as target": ([], {"base_model": "/home/someone/target"}, "target's name on the Hub"),
@@ -349,6 +344,8 @@ def test_bad_input_reaches_no_hub(case, hub, folder, monkeypatch):
     monkeypatch.chdir(folder)
     if case == "broken card":
         (folder / "README.md").write_text("---\nlicense: [\n---\n")
+    if case == "a card of another encoding":
+        (folder / "README.md").write_bytes("# Café".encode("latin-1"))
     settings = {"drafter": folder, "repo_id": (names or ["me/drafter"])[0], **SAID} | changes
     with pytest.raises((ValueError, OSError), match=message):
         publish(**settings)
