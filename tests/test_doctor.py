@@ -260,13 +260,13 @@ def test_random_mistakes_are_named(tiny_target, tiny, seed):
     assert {fault.kind for fault in faults} == kinds, changes
 
 
-FALSE_ALARM_PAIRS = [(family, seed) for family in ("qwen3", "llama", "gemma3", "olmo2", "gpt2") for seed in range(3)]
+FALSE_ALARM_PAIRS = [(family, seed) for family in ("qwen3", "llama", "gemma3", "gpt2") for seed in range(3)]
 
 
 @pytest.mark.slow
 def test_false_alarms(tmp_path):
     """Healthy pairs on texts of which a drafter knows a third, and untrained ones, with which nothing can be told."""
-    prompts = [Prompt(str(n), ids=prompt_ids(1, 10, seed=100 + n)[0].tolist()) for n in range(9)]
+    prompts = [Prompt(str(n), ids=prompt_ids(1, 10, seed=100 + n)[0].tolist()) for n in range(6)]
     alarms = {"trained": [], "untrained": []}
     for family, seed in FALSE_ALARM_PAIRS:
         target = make_target(family, seed=seed)
@@ -274,9 +274,9 @@ def test_false_alarms(tmp_path):
         for kind in alarms:
             drafter = make_drafter(seed, initializer_range=0.05, mask_token_id=PAD)
             if kind == "trained":
-                learn(drafter, target, prompts[:3], tmp_path / f"{family}-{seed}", steps=50)
+                learn(drafter, target, prompts[:2], tmp_path / f"{family}-{seed}", steps=50)
             found = find_faults(drafter, evidence)
-            print(f"{family} {seed} {kind}: tau {found.before.tau:.2f}", *found.faults)
+            print(f"{family} {seed} {kind}: tau {found.before.tau:.2f}", *found.faults, flush=True)
             alarms[kind] += [(family, seed, fault.kind, fault.changes) for fault in found.faults]
     print({kind: f"{len(of)} false alarms in {len(FALSE_ALARM_PAIRS)} pairs" for kind, of in alarms.items()})
     assert alarms == {"trained": [], "untrained": []}

@@ -14,7 +14,7 @@ RULED_OUT = -0.5  # nats: a reading this much worse is not tried again on top of
 LEAST_GAIN = 0.25  # of the accepted drafts, relative
 LEAST_DRAFTS = 0.05  # accepted drafts a block, absolute
 LEAST_NATS = 0.03  # likelihood of the right tokens; shows a mistake that acceptance alone is too coarse for
-LEAST_FIRST = 0.3  # of first drafts right; a drafter below it gets likelier merely by being less sure
+LEAST_FIRST = 0.2  # of first drafts right when all is corrected; a drafter below it is right by chance, see counts()
 STANDARD_ERRORS = 2.5
 LIKELIER_ERRORS = 4.0  # the same for likelihood, as anchors side by side judge the same tokens
 ENOUGH_FIRST = 0.6  # of first drafts right; with fewer, every layer is tried in the place of each feature layer
@@ -152,14 +152,19 @@ def _is_clear(differences: torch.Tensor, errors: float = STANDARD_ERRORS) -> boo
 
 
 def counts(more: Score, less: Score) -> bool:
-    """Whether drafts at the same anchors are so much better that less is a fault: by acceptance or by likelihood."""
+    """Whether drafts at the same anchors are so much better that less is a fault: by acceptance or by likelihood.
+
+    Nothing counts while fewer than one in five first drafts is right: of many readings of an untrained drafter one is
+    always luckier than the others, and likelier merely by being less sure.
+    """
+    if more.first < LEAST_FIRST:
+        return False
     gain = (more.accepted.mean() - less.accepted.mean()).item()
     enough = gain >= max(LEAST_GAIN * less.accepted.mean().item(), LEAST_DRAFTS)
     if enough and _is_clear(more.accepted - less.accepted):
         return True
     likelier = more.likelihood - less.likelihood
-    works = more.first >= LEAST_FIRST and gain >= 0
-    return works and likelier.mean().item() >= LEAST_NATS and _is_clear(likelier, LIKELIER_ERRORS)
+    return gain >= 0 and likelier.mean().item() >= LEAST_NATS and _is_clear(likelier, LIKELIER_ERRORS)
 
 
 def is_more(more: torch.Tensor, less: torch.Tensor) -> bool:
