@@ -13,7 +13,7 @@ from ..benchmark.prompts import encode
 from ..drafter.modeling_dflash import DFlashDraftModel
 from .evidence import Evidence, Score, gather, score
 from .formats import other_formats
-from .search import Fault, Findings, find_faults, is_more
+from .search import LEAST_FIRST, Fault, Findings, find_faults, is_more
 
 HEALTHY, DOES_NOT_FIT, OTHER_TEXT, FAULT, LOW, SLOWER = 0, 3, 4, 5, 6, 7
 LOW_TAU = 1.25  # below this in every category, drafting cannot pay anywhere
@@ -311,7 +311,7 @@ def _elsewhere(
         prompt_ids = [ids[:start].tolist() for ids, start in zip(evidence.sequences, evidence.starts, strict=True)]
         there = gather(other, prompt_ids, **options)
         tried.append((score(drafter, there.fresh()), "target", f"the drafter does better with {name}"))
-    better = [found for found in tried if is_more(found[0].accepted, here.accepted)]
+    better = [f for f in tried if f[0].first >= LEAST_FIRST and is_more(f[0].accepted, here.accepted)]
     if not better:
         return []
     best, kind, says = max(better, key=lambda found: found[0].accepted.mean().item())
