@@ -11,10 +11,12 @@ import torch
 
 pytest.importorskip("typer")
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from dflash_hf import __version__
 from dflash_hf.cli import app
 from dflash_hf.terminal import AcceptedStreamer, Conversation, answer, encode, shaded
 from drafters import BLOCK, HITS, make_drafter, oracle
@@ -239,6 +241,16 @@ def cut(path, size):
     path.write_bytes(path.read_bytes()[:size])
 
 
+def write_list(folder):
+    (folder / "config.json").write_text("[]")
+
+
+def spoil(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["fc.weight"][0, 0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+
+
 def as_pickle(folder):
     (folder / "model.safetensors").unlink()
     torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
@@ -253,12 +265,16 @@ DAMAGED = {
     "target-pickle": ("target", as_pickle),
     "target-size": ("target", lambda f: edit_json(f / "config.json", intermediate_size=40)),
     "target-no-chat": ("target", lambda f: (f / "chat_template.jinja").unlink()),
+    "target-list": ("target", write_list),
     "target-bad-chat": ("target", lambda f: (f / "chat_template.jinja").write_text("{% for")),
     "drafter-cut": ("drafter", lambda f: cut(f / "model.safetensors", 5000)),
     "drafter-empty": ("drafter", lambda f: cut(f / "model.safetensors", 0)),
     "drafter-config-cut": ("drafter", lambda f: cut(f / "config.json", 50)),
     "drafter-pickle": ("drafter", as_pickle),
     "drafter-no-weights": ("drafter", lambda f: (f / "model.safetensors").unlink()),
+    "drafter-list": ("drafter", write_list),
+    "drafter-nan": ("drafter", spoil),
+    "drafter-latin": ("drafter", lambda f: (f / "README.md").write_bytes("# Café".encode("latin-1"))),
     "drafter-mask": ("drafter", lambda f: edit_json(f / "config.json", mask_token_id=999, dflash_config={})),
 }
 FILES = {
@@ -266,11 +282,13 @@ FILES = {
     "x.gguf": "GGUF" + 40 * "\0",
     "prompts.jsonl": '{"turns": ["ABCD"]}\n',
     "nothing.jsonl": "",
+    "long.jsonl": json.dumps({"turns": [600 * "A"]}) + "\n",
     "no-turns.jsonl": '{"turns": []}\n',
     "empty-prompt.jsonl": '{"turns": [""]}\n',
     "answers.jsonl": json.dumps({"id": "a", "ids": list(range(8, 40)), "spans": [[4, 30]]}) + "\n",
     "answers-cut.jsonl": '{"id": "a", "ids": [1, 2',
     "answers-span.jsonl": json.dumps({"id": "a", "ids": [8, 9], "spans": [[4, 30]]}) + "\n",
+    "answers-other.jsonl": json.dumps({"id": "a", "ids": [8, 9999, 9], "spans": [[1, 3]]}) + "\n",
     "measured.json": "{}",
     "measured-cut.json": '{"a"',
 }
@@ -292,7 +310,10 @@ BAD = [
     (GENERATE, {" target ": " nowhere/at/all "}, "Expected a folder, a GGUF file or a Hub name like owner/name"),
     (GENERATE, {" target ": " text "}, "Expected a folder, a GGUF file or a Hub name like owner/name, got text"),
     (GENERATE, {" target ": " nothing "}, "connect"),  # taken for a name on the Hub
+    (GENERATE, {" target ": " someone/nothing "}, "someone/nothing cannot be loaded: We couldn't connect"),
+    (GENERATE, {" target ": " '' "}, "or a Hub name like owner/name, got nothing"),
     (GENERATE, {" target ": " empty "}, "tokenizer"),
+    (GENERATE, {" target ": " target-list "}, "A file of target-list is damaged"),
     (GENERATE, {" target ": " drafter "}, "does not hold the weights of a Qwen3ForCausalLM: 2 tensors"),
     (GENERATE, {" target ": " target-cut "}, "A file of target-cut is damaged or incomplete"),
     (GENERATE, {" target ": " target-config-cut "}, "target-config-cut/config.json' is not a valid JSON file"),
@@ -306,6 +327,8 @@ BAD = [
     (GENERATE, {" target ": " x.gguf "}, "x.gguf"),
     (GENERATE, {" target ": " no.gguf "}, "no.gguf"),
     (GENERATE, {"--drafter drafter": "--drafter nowhere"}, "Expected a drafter's folder or a Hub name"),
+    (GENERATE, {"--drafter drafter": "--drafter someone/nothing"}, "someone/nothing cannot be fetched"),
+    (GENERATE, {"--drafter drafter": "--drafter drafter-list"}, "config.json must hold an object, got a list"),
     (GENERATE, {"--drafter drafter": "--drafter empty"}, "empty has no config.json"),
     (GENERATE, {"--drafter drafter": "--drafter target"}, "Expected a DFlash drafter"),
     (GENERATE, {"--drafter drafter": "--drafter drafter-cut"}, "drafter-cut/model.safetensors cannot be read"),
@@ -315,7 +338,9 @@ BAD = [
     (GENERATE, {"--drafter drafter": "--drafter drafter-no-weights"}, "drafter-no-weights has no model.safetensors"),
     (GENERATE, {"--drafter drafter": "--drafter drafter-mask"}, "an id of the vocabulary, 0 to 63, got 999"),
     (GENERATE, "--sample --temperature 0", "Expected temperature > 0"),
+    (GENERATE, "--sample --temperature nan", "Expected temperature > 0"),
     (GENERATE, "--sample --top-p 2", "0 < top_p <= 1"),
+    (GENERATE, "--seed 18446744073709551616", "'--seed': Input should be less than"),
     (GENERATE, "--dtype float99", "got 'float99'"),
     (GENERATE, "--dtype int64", "got 'int64'"),
     (GENERATE, "--device mars", "The device 'mars' cannot be had here"),
@@ -326,9 +351,12 @@ BAD = [
     (GENERATE, {"--target target": ""}, "Missing option '--target'"),
     (CHAT, {" target ": " target-cut "}, "A file of target-cut is damaged"),
     (CHAT, {" target ": " target-no-chat "}, "no chat template"),
+    (CHAT, "--seed -1", "'--seed': Input should be greater than"),
     (CHAT, {"--drafter drafter": ""}, "Missing option '--drafter'"),
     (ANSWER, {"prompts.jsonl": "nowhere.jsonl"}, "There is no file nowhere.jsonl"),
     (ANSWER, {"prompts.jsonl": "text"}, "text:1: not JSON"),
+    (ANSWER, {"prompts.jsonl": "latin.jsonl"}, "latin.jsonl:1: not UTF-8"),
+    (ANSWER, {"out": "text/x"}, "text/x"),
     (ANSWER, {"prompts.jsonl": "nothing.jsonl"}, "nothing.jsonl holds no prompts"),
     (ANSWER, {"prompts.jsonl": "no-turns.jsonl"}, "no-turns.jsonl:1: expected at least one user turn"),
     (ANSWER, {"prompts.jsonl": "empty-prompt.jsonl"}, "each a non-empty text, got ['']"),
@@ -339,6 +367,9 @@ BAD = [
     (ANSWER, "--batch-size 0", "must be at least 1"),
     (FEATURES, {"answers.jsonl": "nowhere.jsonl"}, "nowhere.jsonl"),
     (FEATURES, {"answers.jsonl": "answers-cut.jsonl"}, "answers-cut.jsonl:1: not JSON"),
+    (FEATURES, {"answers.jsonl": "latin.jsonl"}, "latin.jsonl:1: not UTF-8"),
+    (FEATURES, {"answers.jsonl": "answers-other.jsonl"}, "token id 9999, and the target's vocabulary has 64"),
+    (FEATURES, {"out": "target"}, "target holds another model"),
     (FEATURES, {"answers.jsonl": "answers-span.jsonl"}, "pairs in order within the 2 ids"),
     (FEATURES, {"answers.jsonl": "nothing.jsonl"}, "nothing.jsonl holds no answers"),
     (FEATURES, {"drafter drafter": "drafter target"}, "Expected a DFlash drafter"),
@@ -350,30 +381,45 @@ BAD = [
     (TRAIN, {"max_steps 1": "max_steps one"}, "invalid int value: 'one'"),
     (TRAIN, {"mask-token-id 3": "mask-token-id 9999"}, "0 to 63, got 9999"),
     (TRAIN, {"out": "text"}, "text"),
+    (TRAIN, {"_dir out": "_dir target"}, "target holds another model"),
+    (TRAIN, {"data answers.jsonl": "data ,"}, "Expected answers or folders of features as --data"),
+    (TRAIN, {"answers.jsonl": "answers-other.jsonl"}, "token id 9999"),
+    (TRAIN, "--block-size 1", "greater than or equal to 2"),
+    (TRAIN, "--seed 18446744073709551616", "seed must be from 0"),
     (TRAIN, "--init-from drafter-cut", "drafter-cut/model.safetensors is damaged"),
     (TRAIN, "--num_anchors 0", "num_anchors must be at least 1"),
     (TRAIN, "--num-layers 0", "greater than or equal"),
     (TRAIN, "--nope 3", "--nope"),
     (BENCH, {"prompts.jsonl": "nowhere.jsonl"}, "There is no file nowhere.jsonl"),
+    (BENCH, {"prompts.jsonl": "latin.jsonl"}, "latin.jsonl is not UTF-8"),
     (BENCH, {"prompts.jsonl": "nothing.jsonl"}, "nothing.jsonl holds no prompts"),
     (BENCH, {"prompts.jsonl": "empty-prompt.jsonl"}, "empty-prompt.jsonl, record 1"),
     (BENCH, {"target ": "target-cut "}, "A file of target-cut is damaged"),
     (BENCH, {"target ": "target-other "}, "vocabulary of 64 tokens, the target has 80"),
     (BENCH, {" drafter": " drafter-cut"}, "drafter-cut/model.safetensors is damaged"),
     (BENCH, {"out out": "out nowhere/out"}, "There is no folder"),
+    (BENCH, "--seed -1", "'--seed': Input should be greater than"),
+    (BENCH, "--block-lengths 9", "between 1 and 3"),
+    (BENCH, {"prompts.jsonl": "long.jsonl"}, "601 tokens and 4 new ones are more than the target's 512"),
     (BENCH, "--threads 0", "greater than or equal"),
     (CHECK, {"target ": "target-cut "}, "A file of target-cut is damaged"),
     (CHECK, {"target ": "target-pickle "}, "does not hold the weights of a LlamaForCausalLM"),
+    (CHECK, "--prompts latin.jsonl", "latin.jsonl is not UTF-8"),
     (CHECK, "--prompts nowhere.jsonl", "There is no file nowhere.jsonl"),
     (CHECK, "--out nowhere/out", "There is no folder nowhere"),
     (CHECK, "--dtype float99", "got 'float99'"),
     (CONVERT, {"drafter": "target"}, "Expected a DFlash drafter"),
     (CONVERT, {"drafter": "drafter-empty"}, "drafter-empty/model.safetensors cannot be read"),
+    (CONVERT, {"drafter": "drafter-nan"}, "not numbers (NaN)"),
+    (CONVERT, {"drafter": "someone/nothing"}, "someone/nothing cannot be fetched"),
     (CONVERT, {"out": "target"}, "target is there already"),
     (CONVERT, {"out": "nowhere/out"}, "There is no folder"),
     (CONVERT, "--to gguf", "Expected one of the layouts"),
     (PUSH, {"drafter": "target"}, "Expected a DFlash drafter"),
     (PUSH, {"drafter": "drafter-pickle"}, "may run code"),
+    (PUSH, {"drafter": "drafter-latin"}, "README.md is not UTF-8"),
+    (PUSH, {"me/x": "'me/a b'"}, "Expected a repository like owner/name"),
+    (PUSH, {"--license mit": "--license apache-2.0", "--out out": ""}, "offline mode"),
     (PUSH, {"me/x": "me"}, "Expected a repository like owner/name"),
     (PUSH, {"out out": "out text"}, "text is there already"),
     (PUSH, "--measurements measured.json", "measured.json is not a report"),
@@ -397,6 +443,7 @@ def places(tmp_path_factory, pair):
     (folder / "empty").mkdir()
     for name, text in FILES.items():
         (folder / name).write_text(text)
+    (folder / "latin.jsonl").write_bytes('{"turns": ["café"]}\n'.encode("latin-1"))
     return folder
 
 
@@ -427,6 +474,8 @@ def test_bad_input_gives_one_line_and_changes_nothing(command, change, message, 
 
 
 def test_every_command_has_an_example_in_its_help():
+    assert invoke("--version").stdout == f"{__version__}\n"
+    assert "Example: dflash-hf generate " in " ".join(invoke("--help").stdout.split())
     names = [command.name or command.callback.__name__ for command in app.registered_commands]
     assert {"generate", "chat", "answer", "features", "train", "bench", "convert", "push"} <= set(names)
     for name in names:

@@ -95,6 +95,13 @@ def bench(
     if contexts:
         prompts = fill_contexts(prompts, contexts, tokenizer)
     batches = make_batches(prompts, tokenizer, batch_size, pad_token_id, target.device)
+    positions = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(batch.input_ids.shape[1] for batch in batches)
+    if positions is not None and longest + max_new_tokens > positions:
+        raise ValueError(
+            f"The longest prompt's {longest} tokens and {max_new_tokens} new ones are more than the target's "
+            f"{positions} positions; leave long prompts out or ask for fewer tokens."
+        )
     report = Report(
         settings={
             "methods": [method.name for method in running],
