@@ -118,7 +118,10 @@ def _write(stage, drafter, repo_id, measurements, base_model, license, datasets,
             ("license", license, "apache-2.0"),
         ):
             if value is None:
-                raise ValueError(f"The card needs {name}, and the drafter does not say it: pass {name}='{example}'.")
+                raise ValueError(
+                    f"The card needs {name}, and the drafter does not say it: pass {name}='{example}' "
+                    f"(--{name.replace('_', '-')} {example})."
+                )
         convert(source, stage, target=base_model)
         _include(checkpoint.folder, stage, include)
         if measured is None and written is not None:
