@@ -210,6 +210,45 @@ def test_a_vocabulary_of_262k_does_not_need_gigabytes():
     assert memory("VmHWM") - before < 12 * 4 * objective.LOGITS_IN_A_CHUNK < 1e9
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"num_hidden_layers": 3},
+        {"intermediate_size": 192},
+        {"num_attention_heads": 16},
+        {"num_key_value_heads": 4, "head_dim": 32},
+    ],
+)
+def test_what_a_forward_pass_keeps_is_bounded(sizes, target, samples, tmp_path):
+    """The formula of docs/training.md, of everything that autograd keeps."""
+    drafter = make_drafter(**sizes).train()
+    data = SampleDataset([Sample(sample.id, sample.ids * 3, [(6, 3 * len(sample.ids))]) for sample in samples[:3]])
+    settings = arguments(tmp_path, num_anchors=48, distillation_weight=0.5)
+    trainer = DFlashTrainer(drafter, target, settings, data)
+    items = [item_of(target, sample, drafter.config) for sample in data.samples]
+    (batch,), total = trainer.get_batch_samples(iter([items]), 1, torch.device("cpu"))
+    weights = {parameter.data_ptr() for parameter in [*drafter.parameters(), *target.parameters()]}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor, so that its memory is not used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trainer.compute_loss(drafter, batch, num_items_in_batch=total)
+    config, visible = drafter.config, batch["blocks"].visible
+    D, intermediate, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    q, kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    n, T = len(visible) * BLOCK, sum(len(item["ids"]) for item in items)
+    keys = n * (1 + max(len(item["ids"]) for item in items) / objective.QUERIES_IN_A_GROUP)
+    layer = n * (13 * D + 4 * intermediate + 6 * q) + 2 * keys * q + 3 * (T + n) * kv
+    bound = 4 * (layers * layer + 12 * n * D + T * (len(config.target_layer_ids) + 3) * D)
+    assert 0.6 * bound < sum(nbytes for nbytes, _ in kept.values()) < bound
+
+
 class Products(TorchDispatchMode):
     """Counts the operations of matrix products. (torch's FlopCounterMode stops at a gradient within a pass.)"""
 
