@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import random
 from pathlib import Path
 
@@ -372,6 +373,36 @@ def test_pairs_that_do_not_fit(tiny_target, tmp_path):
         assert found.exit_code == 3 and words in found.verdict, found.verdict
 
 
+def _edit(**changes):
+    def edit(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return edit
+
+
+DAMAGES = {
+    "no JSON": lambda folder: (folder / "config.json").write_text("{"),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "half the weights": lambda folder: os.truncate(folder / "model.safetensors", 20_000),
+    "pickle weights": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+    "width of another kind": _edit(hidden_size="wide"),
+    "no heads": _edit(num_attention_heads=0),
+    "more layers than the file holds": _edit(num_hidden_layers=9, layer_types=None),
+    "options of another kind": _edit(dflash_config=[1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_drafter_is_refused_in_one_line(tiny_target, tmp_path, name, capsys):
+    make_drafter().save_pretrained(tmp_path)
+    DAMAGES[name](tmp_path)
+    found = diagnose(tiny_target, tmp_path, PROMPTS)
+    found.print()
+    lines = capsys.readouterr().out.splitlines()
+    assert found.exit_code == 3 and len(lines) == 1 and lines[0].startswith("Not a pair: ") and len(lines[0]) > 40
+
+
 def test_the_command(tiny_target, tiny, byte_tokenizer, tmp_path):
     tiny_target.save_pretrained(tmp_path / "target")
     byte_tokenizer.save_pretrained(tmp_path / "target")
@@ -396,5 +427,8 @@ def test_the_command(tiny_target, tiny, byte_tokenizer, tmp_path):
         (["check", str(tmp_path / "target"), str(tmp_path / "none"), *common], 3),
         (["check", str(tmp_path / "none"), str(tmp_path / "drafter"), *common], 1),
         (["check", str(tmp_path / "target"), str(tmp_path / "drafter"), "--out", str(tmp_path / "no" / "x.json")], 1),
+        (["check", str(tmp_path / "target"), str(tmp_path / "drafter"), "--out", str(tmp_path)], 1),
+        (["check", str(tmp_path / "target"), str(tmp_path / "drafter"), "--prompts", str(tmp_path / "x.jsonl")], 1),
+        (["check", str(tmp_path / "target"), str(tmp_path / "drafter"), "--limit", "0"], 2),
     ]:
         assert run(app, arguments).exit_code == code
