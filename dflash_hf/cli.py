@@ -302,6 +302,8 @@ def bench(
     with one_line_errors():
         if plots is not None and find_spec("matplotlib") is None:
             raise ModuleNotFoundError('Plots need matplotlib: pip install "dflash-hf[bench]"')
+        if plots is not None and plots.exists() and not plots.is_dir():
+            raise FileExistsError(f"Expected a folder for the plots, {plots} is something else.")
         if threads is not None:
             torch.set_num_threads(threads)
         chosen, sha256 = b.read_prompts(
@@ -437,8 +439,8 @@ def check(
     with one_line_errors():
         if out is not None and not out.parent.is_dir():
             raise FileNotFoundError(f"There is no folder {out.parent} to write {out.name} to; make it first.")
-        if out is not None and out.is_dir():
-            raise IsADirectoryError(f"Expected a file to write, got the folder {out}.")
+        if out is not None and out.exists() and not out.is_file():  # a folder, or a device that would be replaced
+            raise FileExistsError(f"Expected the name of a file to write, {out} is something else.")
         chosen = PROMPTS[:limit] if prompts is None else read_prompts(prompts, limit=limit)[0]
         model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
         others = {name: load_target(name, dtype=dtype, device=device)[0] for name in other_target or ()}

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shlex
 import shutil
 from types import SimpleNamespace
@@ -357,6 +358,7 @@ BAD = [
     (ANSWER, {"prompts.jsonl": "text"}, "text:1: not JSON"),
     (ANSWER, {"prompts.jsonl": "latin.jsonl"}, "latin.jsonl:1: not UTF-8"),
     (ANSWER, {"out": "text/x"}, "text/x"),
+    (ANSWER, {"out": "pipe"}, "Expected the name of a file to write"),
     (ANSWER, {"prompts.jsonl": "nothing.jsonl"}, "nothing.jsonl holds no prompts"),
     (ANSWER, {"prompts.jsonl": "no-turns.jsonl"}, "no-turns.jsonl:1: expected at least one user turn"),
     (ANSWER, {"prompts.jsonl": "empty-prompt.jsonl"}, "each a non-empty text, got ['']"),
@@ -399,6 +401,9 @@ BAD = [
     (BENCH, {" drafter": " drafter-cut"}, "drafter-cut/model.safetensors is damaged"),
     (BENCH, {"out out": "out nowhere/out"}, "There is no folder"),
     (BENCH, "--seed -1", "'--seed': Input should be greater than"),
+    (BENCH, {"out out": "out empty"}, "Expected the name of a file to write"),
+    (BENCH, {"out out": "out pipe"}, "Expected the name of a file to write"),
+    (BENCH, "--contexts -5", "1 token or more"),
     (BENCH, "--block-lengths 9", "between 1 and 3"),
     (BENCH, {"prompts.jsonl": "long.jsonl"}, "601 tokens and 4 new ones are more than the target's 512"),
     (BENCH, "--threads 0", "greater than or equal"),
@@ -406,6 +411,7 @@ BAD = [
     (CHECK, {"target ": "target-pickle "}, "does not hold the weights of a LlamaForCausalLM"),
     (CHECK, "--prompts latin.jsonl", "latin.jsonl is not UTF-8"),
     (CHECK, "--prompts nowhere.jsonl", "There is no file nowhere.jsonl"),
+    (CHECK, "--out pipe", "Expected the name of a file to write"),
     (CHECK, "--out nowhere/out", "There is no folder nowhere"),
     (CHECK, "--dtype float99", "got 'float99'"),
     (CONVERT, {"drafter": "target"}, "Expected a DFlash drafter"),
@@ -441,6 +447,7 @@ def places(tmp_path_factory, pair):
     shutil.copytree(folder / "target", folder / "target-other")
     make_target("llama", vocab_size=80).save_pretrained(folder / "target-other")
     (folder / "empty").mkdir()
+    os.mkfifo(folder / "pipe")  # stands for every device: never to be replaced, nor waited for
     for name, text in FILES.items():
         (folder / name).write_text(text)
     (folder / "latin.jsonl").write_bytes('{"turns": ["café"]}\n'.encode("latin-1"))

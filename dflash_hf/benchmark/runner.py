@@ -75,10 +75,14 @@ def bench(
     for name, value in {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "repeats": repeats}.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}.")
+    if any(length < 1 for length in contexts or ()):
+        raise ValueError(f"Prompts can be filled up to 1 token or more, got contexts {contexts}.")
     if not prompts:
         raise ValueError("Expected at least one prompt, got none.")
     if out is not None and not Path(out).parent.is_dir():
         raise FileNotFoundError(f"There is no folder {Path(out).parent} to write {Path(out).name} to; make it first.")
+    if out is not None and Path(out).exists() and not Path(out).is_file():  # a folder, or a device to be replaced
+        raise FileExistsError(f"Expected the name of a file to write, {out} is something else.")
     sampling = sampling or Sampling()
     pad_token_id = _pad_token_id(target, tokenizer)
     running = make_methods(

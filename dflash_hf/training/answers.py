@@ -438,6 +438,8 @@ def _recover(out: Path) -> dict[str, Sample]:
     """The samples that are already in `out`, by id; a half-written last line is cut off the file."""
     if not out.exists():
         return {}
+    if not out.is_file():  # a folder, or a device that may never end
+        raise FileExistsError(f"Expected the name of a file to write, {out} is something else.")
     content = out.read_bytes()
     whole = content.rfind(b"\n") + 1
     samples = {}
