@@ -89,7 +89,11 @@ class Diagnosis:
         return None if self.report is None else self.report.summary().get("adaptive", {}).get("ratio")
 
     def _categories(self) -> list[str]:
-        return sorted({run["category"] for run in self.report.runs})
+        return [] if self.report is None else sorted({run["category"] for run in self.report.runs})
+
+    @property
+    def _refused(self) -> dict[str, str]:
+        return {} if self.report is None else self.report.refused
 
     def _constant(self, category: str | None = None) -> dict:
         if self.report is None:
@@ -102,7 +106,7 @@ class Diagnosis:
         6 low acceptance that no known mistake explains; 7 slower than plain decoding on this machine."""
         if self.problems:
             return DOES_NOT_FIT
-        if any(not difference["near_tie"] for difference in self.differences) or self.report.refused:
+        if any(not difference["near_tie"] for difference in self.differences) or self._refused:
             return OTHER_TEXT
         if self.faults:
             return FAULT
@@ -119,7 +123,7 @@ class Diagnosis:
         if code == OTHER_TEXT:
             real = [difference for difference in self.differences if not difference["near_tie"]]
             if not real:
-                return f"Does not generate: {next(iter(self.report.refused.values()))}"
+                return f"Does not generate: {next(iter(self._refused.values()))}"
             return (
                 f"Wrong text: {len(real)} answers with the drafter differ from the target's own and no rounding "
                 f"explains it, first in prompt {real[0]['prompt']!r} at token "
@@ -187,6 +191,9 @@ class Diagnosis:
                   f"{self.ratio['high']:.2f}")  # fmt: skip
         for fault in self.faults:
             print(f"Mistake, {fault.kind}: {fault.says} (tau {fault.tau_without:.2f} to {fault.tau_with:.2f})")
+        if self.before is not None and not self.faults:
+            few = self.before["first"] < LEAST_FIRST
+            print(f"Mistakes: none found{', but with so few right drafts little can be told' if few else ''}")
         for note in self.notes:
             print(f"Note: {note}")
         print(self.verdict)
@@ -321,7 +328,7 @@ def _elsewhere(
 def _notes(result: Diagnosis, name, target) -> list[str]:
     found, taus = [], result.tau_by_category
     if taus and max(taus.values()) - 1 > 2 * (min(taus.values()) - 1) and max(taus.values()) >= LOW_TAU:
-        best, worst = max(taus, key=taus.get), min(taus, key=taus.get)
+        best, worst = max(taus, key=taus.__getitem__), min(taus, key=taus.__getitem__)
         found.append(
             f"Acceptance depends on the text: tau {taus[best]:.2f} on {best}, {taus[worst]:.2f} on {worst}; a drafter "
             "knows the kind of texts that it was trained on."

@@ -8,6 +8,7 @@ import itertools
 from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedModel
 
 from ..training.features import target_features
 from ..training.objective import IGNORE, pack, visibility
@@ -56,7 +57,7 @@ class Evidence:
         states: of each sequence, `[S, D_t]` after the layers that were asked for so far, by the layer's number.
     """
 
-    target: torch.nn.Module
+    target: PreTrainedModel
     sequences: list[torch.Tensor]
     starts: list[int]
     anchors: list[list[int]] = field(repr=False)
@@ -82,8 +83,8 @@ class Evidence:
         Text that repeats itself is easy for any drafter, so it says little where answers are not the same.
         """
         anchors = []
-        for ids, of in zip(self.sequences, self.anchors, strict=True):
-            ids = ids.tolist()
+        for sequence, of in zip(self.sequences, self.anchors, strict=True):
+            ids = sequence.tolist()
             pairs = list(itertools.pairwise(ids))
             anchors.append([anchor for anchor in of if pairs[anchor] not in pairs[:anchor]] or of[:1])
         return Evidence(self.target, self.sequences, self.starts, anchors, self.states)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 # The three that most open models use, each with the token that a vocabulary has if it knows them.
 _WELL_KNOWN = {
@@ -35,12 +36,15 @@ def other_formats(tokenizer) -> Iterator[Format]:
         options |= {"add_generation_prompt": True, "return_dict": True}
         return tokenizer.apply_chat_template(messages, **options)["input_ids"]
 
+    def bare(form: str, text: str) -> list[int]:
+        return tokenizer(form.replace("{text}", text), add_special_tokens=False)["input_ids"]
+
     if template and "enable_thinking" in template:
         for thinking in (False, True):
             yield Format(
                 "thinking mode",
                 f"prompts were written in the template's default mode, try enable_thinking={thinking}",
-                lambda text, thinking=thinking: chat(text, enable_thinking=thinking),
+                partial(chat, enable_thinking=thinking),
             )
     vocabulary = tokenizer.get_vocab()
     for name, (token, form) in _WELL_KNOWN.items():
@@ -49,7 +53,7 @@ def other_formats(tokenizer) -> Iterator[Format]:
                 "chat template",
                 f"prompts were written {'in the chat template' if template else 'as bare text'} of the tokenizer, try "
                 f"the bare template of {name}",
-                lambda text, form=form: tokenizer(form.replace("{text}", text), add_special_tokens=False)["input_ids"],
+                partial(bare, form),
             )
     if template:
         yield Format(

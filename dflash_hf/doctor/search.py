@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..drafter.modeling_dflash import DFlashDraftModel
 from .evidence import Evidence, Score, score
 from .mistakes import Probe, probes, value_of, variant
 
@@ -48,7 +49,7 @@ class Findings:
     before: Score
     after: Score
     faults: list[Fault]
-    corrected: torch.nn.Module = field(repr=False)
+    corrected: DFlashDraftModel = field(repr=False)
 
 
 def find_faults(drafter, evidence: Evidence, *, tokenizer=None) -> Findings:
