@@ -26,7 +26,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 @torch.no_grad()
 def target_features(
-    target, input_ids: torch.LongTensor, layer_ids: list[int], with_final: bool = False
+    target, input_ids: torch.Tensor, layer_ids: list[int], with_final: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One forward pass of the target, of which only the named hidden states are kept.
 
@@ -152,7 +152,7 @@ def _shard_tensors(target, samples, layer_ids, dtype, with_final, tokens_per_bat
         for row, i in enumerate(batch):
             length = len(samples[i].ids)
             features[i] = _narrow(computed[row, :length], dtype, samples[i].id)
-            if with_final:
+            if last is not None:
                 final[i] = _narrow(last[row, :length], dtype, samples[i].id)
     tensors = {
         "features": torch.cat(features),  # [T, F * D_t]
@@ -208,10 +208,12 @@ class FeatureDataset(torch.utils.data.Dataset):
     """
 
     def __init__(self, folders: str | os.PathLike | list[str | os.PathLike], partial: bool = False):
-        folders = [Path(f) for f in ([folders] if isinstance(folders, str | os.PathLike) else folders)]
-        self.index, self.items, self.lengths = {}, [], []
+        sources = [Path(f) for f in ([folders] if isinstance(folders, str | os.PathLike) else folders)]
+        self.index: dict = {}
+        self.items: list = []
+        self.lengths: list[int] = []
         self._open: dict[Path, safe_open] = {}
-        for folder in folders:
+        for folder in sources:
             if not (folder / INDEX).is_file():
                 raise FileNotFoundError(f"{folder} holds no {INDEX}: expected a folder of `dflash-hf features`.")
             index = json.loads((folder / INDEX).read_text())
@@ -219,7 +221,7 @@ class FeatureDataset(torch.utils.data.Dataset):
             for key in keys:
                 if self.index and index[key] != self.index[key]:
                     raise ValueError(
-                        f"{folder} has {key} = {index[key]}, {folders[0]} has {self.index[key]}: features of one "
+                        f"{folder} has {key} = {index[key]}, {sources[0]} has {self.index[key]}: features of one "
                         "training run must come from the same target and layers."
                     )
             self.index = self.index or index
@@ -363,6 +365,6 @@ def _progress(total: int):
 
         def advance(tokens: int) -> None:
             bar.advance(task, tokens)
-            bar.update(task, rate=bar.tasks[task].completed / bar.tasks[task].elapsed)
+            bar.update(task, rate=bar.tasks[task].completed / (bar.tasks[task].elapsed or 1.0))
 
         yield advance

@@ -110,12 +110,12 @@ def pack(items: list[dict], anchors: list[list[int]], config) -> Blocks:
     owners = torch.tensor([n for n, of in enumerate(anchors) for _ in of], dtype=torch.long, device=device)
     local = torch.tensor([anchor for of in anchors for anchor in of], dtype=torch.long, device=device)
     begin = torch.tensor(starts, dtype=torch.long, device=device)[owners]  # [N]
-    ends = []  # of the answer that each anchor is in, in the row
+    stops = []  # of the answer that each anchor is in, in the row
     for n, (item, of) in enumerate(zip(items, anchors, strict=True)):
         for anchor in of:
             stop = next((stop for start, stop in item["spans"] if start <= anchor < stop), 0)  # 0: no labels
-            ends.append(starts[n] + stop)
-    ends = torch.tensor(ends, dtype=torch.long, device=device)
+            stops.append(starts[n] + stop)
+    ends = torch.tensor(stops, dtype=torch.long, device=device)
     row = begin + local  # [N] the anchors in the row
     block_ids = torch.full((len(row), L), config.mask_token_id, dtype=torch.long, device=device)
     block_ids[:, 0] = ids[row]
@@ -324,7 +324,7 @@ class _Chunked(torch.autograd.Function):
             with torch.set_grad_enabled(wants_gradient):
                 chunk = states[part].detach().requires_grad_(wants_gradient)
                 loss = loss_of(chunk, part)
-            if wants_gradient:
+            if gradient is not None:
                 (gradient[part],) = torch.autograd.grad(loss, chunk)
             total += loss.detach()
         ctx.save_for_backward(gradient)

@@ -279,7 +279,7 @@ class DFlashTrainer(Trainer):
         lengths = [len(item["ids"]) for item in items]
         device = blocks.block_ids.device
         blocks.features = torch.cat([row[:n] for row, n in zip(features, lengths, strict=True)])[None].to(device)
-        if distils:
+        if final is not None:
             blocks.final = torch.cat([row[:n] for row, n in zip(final, lengths, strict=True)]).to(device)
 
     # -- evaluation --
