@@ -12,7 +12,7 @@ import os
 import random
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ STEPS_BETWEEN_REMOVALS = 16
 # Batches are formed from this many neighbours in the prompts' order, so that their lengths agree and yet any prefix
 # of the answers is as mixed as the prompts are.
 BATCHES_IN_A_WINDOW = 8
-OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+OPENERS: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 @dataclass
@@ -93,7 +93,8 @@ def read_prompts(source: str | os.PathLike, split: str = "train", column: str | 
     """
     path = Path(source)
     if path.is_file():
-        records = ((f"{path}:{number}", record) for number, record in _json_lines(path))
+        lines = _json_lines(path)
+        records: Iterator[tuple[str, dict]] = ((f"{path}:{number}", record) for number, record in lines)
     elif path.suffix in {".jsonl", ".json", *OPENERS}:
         raise FileNotFoundError(f"There is no file {path}; expected a JSONL file with prompts, or a data set's name.")
     else:
@@ -317,7 +318,7 @@ def answer(
         else:
             waiting.append(chat)
     del chats
-    choose = {"do_sample": do_sample, "max_new_tokens": max_new_tokens}
+    choose: dict = {"do_sample": do_sample, "max_new_tokens": max_new_tokens}
     if do_sample:
         choose |= {"temperature": temperature, "top_p": top_p, "top_k": 0}
     devices = [target.device] if target.device.type == "cuda" else []
@@ -464,7 +465,7 @@ def _progress(total: int):
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = ["answers", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]:.0f} tokens/s")]
+    columns: list = ["answers", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]:.0f} tokens/s")]
     with Progress(*columns, TimeRemainingColumn(elapsed_when_finished=True), console=console) as bar:
         task = bar.add_task("", total=total, rate=0.0)
         started, answers, tokens = time.perf_counter(), 0, 0
