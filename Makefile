@@ -13,6 +13,7 @@ test: lint .venv/.installed-test .venv/.installed-weights .venv/.installed-peer
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check
+	$(BIN)/mypy
 
 # One stamp for each extra of pyproject.toml: the install runs again only when one of these files changes.
 .venv/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
@@ -33,5 +34,5 @@ $(BIN)/pip:
 	$(PYTHON) -m venv .venv
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .venv/.installed-*
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .venv/.installed-*
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
