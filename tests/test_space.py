@@ -82,7 +82,7 @@ def test_both_columns_hold_the_targets_text_and_the_figures_of_the_run(pair, mon
     app = load_app()
     target, drafter, tokenizer, start, ids = pair
     expected = tokenizer.decode(ids)
-    shown = list(app.compare(target, drafter, tokenizer, app.PROMPTS[0], NEW, "constant"))
+    shown = list(app.compare(target, drafter, tokenizer, app.PROMPTS[0], NEW, "constant", threading.Event()))
     plain, drafted = shown[-1]
     flags, passes = accepted_runs(start)
     assert "<" in expected and "".join(letter for letter, _ in marked(plain)) == expected
@@ -93,9 +93,10 @@ def test_both_columns_hold_the_targets_text_and_the_figures_of_the_run(pair, mon
     # Of the plain run's column nothing moves any more while the other one fills.
     assert all(p == plain for p, d in shown if figures(d))
     with pytest.raises(ValueError, match="prompt is empty"):
-        next(app.compare(target, drafter, tokenizer, " ", NEW, "constant"))
+        next(app.compare(target, drafter, tokenizer, " ", NEW, "constant", threading.Event()))
     # A visitor who leaves takes the decoding with him.
-    before, running = threading.active_count(), app.decode(target, tokenizer, torch.tensor([ids]), max_new_tokens=400)
+    before, options = threading.active_count(), {"stopped": threading.Event(), "max_new_tokens": 400}
+    running = app.decode(target, tokenizer, torch.tensor([ids]), **options)
     next(running)
     assert threading.active_count() == before + 1
     running.close()
@@ -192,9 +193,10 @@ def test_a_visitor_can_stop_and_is_told_what_is_wrong(visit, pair):
     gate.let(5)
     plain.locator(".text", has_text=re.compile("^.{4}$")).wait_for()
     page.get_by_role("button", name="Stop").click()
+    page.wait_for_timeout(500)
     gate.let(2)  # the pass that is under way ends, and the decoding with it
-    worker = next((thread for thread in threading.enumerate() if "(work)" in thread.name), None)
-    assert worker is None or worker.join(60) or not worker.is_alive()
+    plain.locator("footer", has_text="stopped").wait_for()
+    assert not any("(work)" in thread.name for thread in threading.enumerate())
     gate.open()
     page.get_by_label("Prompt").fill(" ")
     page.get_by_role("button", name="Generate").click()

@@ -75,18 +75,18 @@ class EveryTokenAPass:
         return next(self._passes)
 
 
-def decode(target, tokenizer, ids, drafter=None, **options) -> Iterator[Run]:
-    """Greedy text behind `ids`, looked at every 50 ms while it is made, and when it is whole.
+def decode(target, tokenizer, ids, drafter=None, *, stopped: Event, **options) -> Iterator[Run]:
+    """Greedy text behind `ids`, looked at every 50 ms while it is made, and at its end or once `stopped` is set.
 
     Raises:
         Exception: what `generate()` raised.
     """
-    run, stopped, start = Run(), Event(), time.perf_counter()
+    run, start = Run(), time.perf_counter()
     source = drafter or SimpleNamespace(last_run=EveryTokenAPass())
 
     def write(piece: str, accepted: bool) -> None:
         if stopped.is_set():
-            raise InterruptedError("Nobody looks any more.")
+            raise InterruptedError("Nobody looks any more.")  # ends generate()
         run.pieces.append((piece, accepted))
         # The clock is read here: how fast the page draws is no part of the figures.
         run.tokens, run.seconds = len(streamer.ids), time.perf_counter() - start
@@ -97,7 +97,7 @@ def decode(target, tokenizer, ids, drafter=None, **options) -> Iterator[Run]:
         try:
             target.generate(ids, do_sample=False, assistant_model=drafter, streamer=streamer, **options)
         except Exception as error:  # raised below, in the thread that shows it
-            run.error = error
+            run.error = None if stopped.is_set() else error
 
     streamer = AcceptedStreamer(tokenizer, source, write)
     thread = Thread(target=work)
@@ -106,9 +106,10 @@ def decode(target, tokenizer, ids, drafter=None, **options) -> Iterator[Run]:
         while thread.is_alive():
             thread.join(0.05)
             yield run
-    finally:  # also when the page was closed or Stop pressed: the next visitor has the machine for himself
-        stopped.set()
-        thread.join()
+    finally:
+        if thread.is_alive():  # this generator was closed
+            stopped.set()
+            thread.join()
     if run.error is not None:
         raise run.error
     yield run
@@ -135,8 +136,10 @@ PLAIN = "Plain", "every token is a pass of the model"
 DFLASH = "DFlash", "a pass checks a block of drafts; those accepted are <mark>shaded</mark>"
 
 
-def compare(target, drafter, tokenizer, prompt: str, max_new_tokens: int, schedule: str) -> Iterator[tuple[str, str]]:
-    """HTML of both columns while the text comes: plain decoding, then with the drafter.
+def compare(
+    target, drafter, tokenizer, prompt: str, max_new_tokens: int, schedule: str, stopped: Event
+) -> Iterator[tuple[str, str]]:
+    """HTML of both columns while the text comes: plain decoding, then with the drafter. Ends once `stopped` is set.
 
     Raises:
         ValueError: the prompt is empty; or as `generate()`.
@@ -144,23 +147,35 @@ def compare(target, drafter, tokenizer, prompt: str, max_new_tokens: int, schedu
     if not prompt.strip():
         raise ValueError("The prompt is empty: expected some text.")
     ids = encode(tokenizer, [{"role": "user", "content": prompt}]).to(target.device)
-    options = {"attention_mask": ids.new_ones(ids.shape), "max_new_tokens": int(max_new_tokens)}
+    options = {"attention_mask": ids.new_ones(ids.shape), "max_new_tokens": int(max_new_tokens), "stopped": stopped}
     for plain in decode(target, tokenizer, ids, **options):
         yield panel(*PLAIN, plain), panel(*DFLASH, note="waits for the other column")
+    if stopped.is_set():
+        yield panel(*PLAIN, plain, note="stopped"), panel(*DFLASH)
+        return
     drafter.generation_config.num_assistant_tokens_schedule = schedule
     done = panel(*PLAIN, plain, note=f"{plain.tokens} tokens in {plain.seconds:.1f} s")
     for drafted in decode(target, tokenizer, ids, drafter, **options):
         yield done, panel(*DFLASH, drafted, plain)
+    if stopped.is_set():
+        yield done, panel(*DFLASH, drafted, plain, "stopped")
+        return
     same = "the same text" if drafted.text == plain.text else "other text: a near-tie of two tokens, or a fault"
     yield done, panel(*DFLASH, drafted, plain, f"{drafted.tokens} tokens in {drafted.seconds:.1f} s; {same}")
 
 
 def page(target, drafter, tokenizer) -> gr.Blocks:
-    def run(*settings):
+    stops: dict[str, Event] = {}  # one a visitor
+
+    def run(prompt: str, max_new_tokens: int, schedule: str, visitor: gr.Request):
+        stopped = stops[visitor.session_hash] = Event()
         try:
-            yield from compare(target, drafter, tokenizer, *settings)
+            yield from compare(target, drafter, tokenizer, prompt, max_new_tokens, schedule, stopped)
         except ValueError as error:
             raise gr.Error(str(error)) from error
+
+    def halt(visitor: gr.Request) -> None:  # the next visitor has the machine for himself
+        stops.pop(visitor.session_hash, Event()).set()
 
     with gr.Blocks(title="DFlash speculative decoding") as blocks:
         gr.Markdown(INTRO)
@@ -176,8 +191,9 @@ def page(target, drafter, tokenizer) -> gr.Blocks:
             columns = [gr.HTML(panel(*PLAIN), padding=False), gr.HTML(panel(*DFLASH), padding=False)]
         # One at a time: two would share the machine, and the figures would be neither's.
         settings = {"concurrency_limit": 1, "show_progress": "hidden", "api_name": "compare"}
-        going = gr.on([button.click, prompt.submit], run, [prompt, length, schedule], columns, **settings)
-        stop.click(None, cancels=going)
+        gr.on([button.click, prompt.submit], run, [prompt, length, schedule], columns, **settings)
+        stop.click(halt, queue=False)
+        blocks.unload(halt)  # the page was left
     return blocks
 
 
@@ -186,7 +202,7 @@ def main() -> None:
     target, tokenizer = load_target(os.environ.get("TARGET", "Qwen/Qwen3-4B"))
     drafter = drafter.to(device=target.device, dtype=target.dtype)
     # The first calls of a process are slower than any later one, which would count against plain decoding.
-    for _ in compare(target, drafter, tokenizer, PROMPTS[0], 16, "constant"):
+    for _ in compare(target, drafter, tokenizer, PROMPTS[0], 16, "constant", Event()):
         pass
     page(target, drafter, tokenizer).launch(css=CSS, theme=THEME)
 
