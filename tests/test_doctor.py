@@ -116,6 +116,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_mistake_planted_on_the_real_drafter_is_named(few, name, all_cores):
     changes, kinds = QUICK[name]
