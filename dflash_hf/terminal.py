@@ -38,6 +38,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
+        """New tokens over the time of the call, the prompt's pass included."""
         return len(self.ids) / self.seconds
 
     def __str__(self) -> str:

@@ -29,7 +29,15 @@ OWN = {
 @dataclass
 class Sampling:
     """How tokens are chosen, the same for every method: greedy, or `temperature` > 0 with `top_k` (0: off) and
-    `top_p` (1: off)."""
+    `top_p` (1: off).
+
+    Raises:
+        ValueError: a value out of its range.
+
+    Example:
+        >>> Sampling(do_sample=True, temperature=0.6).options
+        {'do_sample': True, 'temperature': 0.6, 'top_k': 0, 'top_p': 1.0}
+    """
 
     do_sample: bool = False
     temperature: float = 1.0

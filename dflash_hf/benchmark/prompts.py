@@ -19,6 +19,10 @@ class Prompt:
         category: figures are also reported by category.
         ids: token ids, ready for the target.
         context: tokens that the prompt was filled up to (`fill_contexts`); None: it is as it came.
+
+    Example:
+        >>> Prompt("sky", "Why is the sky blue?", category="science").text
+        'Why is the sky blue?'
     """
 
     id: str

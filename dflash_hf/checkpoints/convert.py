@@ -183,7 +183,12 @@ def load_drafter(source: str | os.PathLike) -> DFlashDraftModel:
 
 
 def meaning(config: DFlashConfig) -> dict:
-    """All of a config that changes what the drafter computes, whichever way it is spelled."""
+    """All of a config that changes what the drafter computes, whichever way it is spelled.
+
+    Example:
+        >>> meaning(DFlashConfig(block_size=8)) == meaning(DFlashConfig(dflash_config={"block_size": 8}))
+        True
+    """
     return {name: getattr(config, name) for name in _SIZES} | {
         name: config.option(name, default) for name, default in _OPTIONS.items()
     }

@@ -78,6 +78,7 @@ class Diagnosis:
 
     @property
     def tau_by_category(self) -> dict[str, float]:
+        """`tau` of each category of prompts."""
         if self.report is None:
             return {}
         by = {category: self._constant(category).get("tau") for category in self._categories()}

@@ -65,6 +65,7 @@ class Evidence:
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest sequence."""
         return max(len(ids) for ids in self.sequences)
 
     def thinned(self, count: int) -> "Evidence":
