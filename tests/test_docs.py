@@ -81,7 +81,7 @@ def check_names(text: str) -> None:
 
 def test_every_page_with_python_is_run_or_says_what_it_needs():
     assert sorted(with_blocks("python")) == sorted([*REAL, *TINY, *NEEDS])
-    known = {"python", "bash", ""}
+    known = {"python", "bash", "text", ""}
     assert {match[1] for page in PAGES for match in BLOCK.finditer((ROOT / page).read_text())} <= known
 
 
