@@ -47,10 +47,14 @@ class _Pair:
 class _Costs:
     """What calls of one batch size have measured."""
 
-    def __init__(self, num_drafts: int):
+    def __init__(self, num_drafts: int, similar: "_Costs | None" = None):
         # Of a target pass over k drafts.
         self.verify_s: list[deque[float]] = [deque(maxlen=9) for _ in range(num_drafts + 1)]
         self.draft_s: deque[float] = deque(maxlen=9)
+        if similar is not None:  # one with a row more: what it has measured stands in until there is something newer
+            self.draft_s.extend(list(similar.draft_s)[-_PLAIN_STEPS:])
+            for mine, theirs in zip(self.verify_s, similar.verify_s, strict=True):
+                mine.extend(list(theirs)[-_PLAIN_STEPS:])
         # Of drafted ones: tokens expected, seconds.
         self.cycles: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self.since_plain = 0  # cycles
@@ -106,12 +110,16 @@ class Schedule:
         pair.lost = max(pair.lost, _PATIENCE - pair.grant())
         pair.waits = 0
         self._num_drafts, self._first = num_drafts, True
+        self.costs: _Costs | None = None
         self.rows(num_rows)
 
     def rows(self, num_rows: int) -> None:
         """Go on with so many rows."""
-        self.num_rows = num_rows
-        self.costs = self.pair.costs.setdefault((num_rows, self._num_drafts), _Costs(self._num_drafts))
+        before, self.num_rows = self.costs, num_rows
+        key = (num_rows, self._num_drafts)
+        if key not in self.pair.costs:
+            self.pair.costs[key] = _Costs(self._num_drafts, before)
+        self.costs = self.pair.costs[key]
 
     def verify_seconds(self, k: int) -> float:
         """Of a target pass over k drafts: measured, or on a line between the nearest lengths that were."""

@@ -86,7 +86,7 @@ class SlotPass:
         with self.target._optimize_model_for_decode():
             return self.target(
                 input_ids=block,
-                attention_mask=self._masks(),
+                attention_mask=self._masks(length, first, total),
                 position_ids=position_ids,
                 cache=self.cache,
                 **self.inputs,
@@ -94,8 +94,12 @@ class SlotPass:
                 return_dict=True,
             )
 
-    def _masks(self):
+    def _masks(self, length: int, first: int | None, total: int):
         masks = {layer.window: layer for layer in self.cache.layers}
+        in_sight = all(window is None or total <= window for window in masks)
+        if length == 1 and first is not None and self.prompt_mask is None and in_sight:
+            # A token that sees every slot needs no mask, and kernels are faster without: K/V heads stay shared.
+            return {"full_attention": None, "sliding_attention": None} if self.by_type else None
         masks = {window: self._mask(layer) for window, layer in masks.items()}
         if not self.by_type:
             return next(iter(masks.values()))
