@@ -13,6 +13,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from .cache import DFlashContextCache
+from .kernels import with_few_rows_kernels
 
 logger = logging.get_logger(__name__)
 
@@ -302,7 +303,7 @@ class Drafting:
     """
 
     def __init__(self, drafter, target, generation_config, logits_processor, num_rows: int, shown=None, head=None):
-        self.drafter = drafter
+        self.drafter = with_few_rows_kernels(drafter)
         self.target_embeddings = target.get_input_embeddings()
         self.target_head = target.get_output_embeddings() if head is None else head
         self.vocab_size = drafter.config.vocab_size

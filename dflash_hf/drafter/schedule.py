@@ -6,15 +6,13 @@ every cycle takes the k with the largest E_k - rate * time_k (fractional program
 come from the drafter's own confidence, corrected by how often drafts of that confidence were right.
 """
 
+import math
 import weakref
 from collections import deque
-from statistics import median
 
 _BINS = 16  # of the drafter's confidence
 _WINDOW, _KEPT = 32, 8  # drafted cycles that give the drafting rate, and how many of them outlast a pause
 _PLAIN_STEPS, _PLAIN_EVERY = 3, 64  # how many are timed before the first draft; cycles until another one is
-_ENOUGH = 5  # passes, for their median to say that a plain one cannot take longer
-_GUESS = 0.05  # by how much a draft lengthens a target pass, until longer ones have been timed
 
 # Drafting stops when it has lost so much time against plain decoding, counted in plain steps from where it last stood
 # best, as a CUSUM test does (Page 1954). A text that drafts suit does not build up credit for one that they do not.
@@ -22,7 +20,7 @@ _PATIENCE = 3.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # plain steps; each pause is twice the last one until drafting has paid
 # Patience for a new pair, and for another call; after a pause, and for calls that come then, less, with the root of
 # its length.
-_FIRST_GRANT, _GRANT = 1.6, 1.0
+_FIRST_GRANT, _GRANT = 1.3, 1.0
 
 # drafter -> target -> what was learnt, for all calls of this process
 _learnt: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
@@ -45,19 +43,74 @@ class _Pair:
 
 
 class _Costs:
-    """What calls of one batch size have measured."""
+    """What a target pass over k drafts and a draft cost, in plain steps, for one batch size: a Kalman filter.
+
+    Its state are logarithms: the time of a plain step at this moment, how much longer passes with 1, 2, ... drafts
+    take, and a draft. A machine that is busy for a while slows all of them down, so only passes that are near in time
+    are compared, and a single one that took very long moves little.
+    """
+
+    # Standard deviations, as shares. Of one pass and one draft; of the machine's speed from one cycle or call to the
+    # next; of the costs: what each draft adds, alone and together; a draft.
+    _PASS, _DRAFT, _SPEED, _NEW_CALL, _ALONE, _TOGETHER, _DRAFT_COST = 0.08, 0.15, 0.06, 0.3, 0.12, 0.04, 0.6
+    _GUESS, _DRAFT_GUESS = 0.05, 0.25  # what each draft adds to a pass and what a draft takes, until measured
 
     def __init__(self, num_drafts: int, similar: "_Costs | None" = None):
-        # Of a target pass over k drafts.
-        self.verify_s: list[deque[float]] = [deque(maxlen=9) for _ in range(num_drafts + 1)]
-        self.draft_s: deque[float] = deque(maxlen=9)
-        if similar is not None:  # one with a row more: what it has measured stands in until there is something newer
-            self.draft_s.extend(list(similar.draft_s)[-_PLAIN_STEPS:])
-            for mine, theirs in zip(self.verify_s, similar.verify_s, strict=True):
-                mine.extend(list(theirs)[-_PLAIN_STEPS:])
-        # Of drafted ones: tokens expected, seconds.
+        size = num_drafts + 2  # 0: the machine, k: a pass over k drafts, last: a draft
+        self.mean = [0.0] + [self._GUESS * k for k in range(1, size - 1)] + [math.log(self._DRAFT_GUESS)]
+        self.cov = [[0.0] * size for _ in range(size)]
+        for i in range(1, size - 1):
+            for j in range(1, size - 1):
+                self.cov[i][j] = self._ALONE**2 * min(i, j) + self._TOGETHER**2 * i * j
+        self.cov[-1][-1] = self._DRAFT_COST**2
+        self.plain_s: list[float] = []  # of the first plain steps
+        self.num_drafted, self.since_plain = 0, 0
+        if similar is not None:  # of one row more, which is believed in part
+            self.mean, self.plain_s, self.num_drafted = list(similar.mean), list(similar.plain_s), similar.num_drafted
+            for i, row in enumerate(similar.cov):
+                for j, value in enumerate(row):
+                    self.cov[i][j] = value + self.cov[i][j] / 4
+            self.new_call()
+        # Of drafted cycles: tokens expected, plain steps.
         self.cycles: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
-        self.since_plain = 0  # cycles
+
+    def new_call(self) -> None:
+        """What the machine does now is open."""
+        self.cov[0][0] += self._NEW_CALL**2
+
+    def verify(self, k: int, doubt: float = 0.0) -> float:
+        """A target pass over k drafts, in plain steps; less by so many standard deviations of what is known."""
+        return math.exp(self.mean[k] - doubt * math.sqrt(max(self.cov[k][k], 0.0))) if k else 1.0
+
+    def draft(self) -> float:
+        return math.exp(self.mean[-1])
+
+    def note(self, k: int, drafted: bool, draft_s: float, verify_s: float) -> None:
+        """A cycle that checked k drafts has taken so many seconds."""
+        if len(self.plain_s) < _PLAIN_STEPS:
+            self.plain_s.append(verify_s)
+            # Whatever comes between makes a step longer, never shorter.
+            self.mean[0], self.cov[0][0] = math.log(max(min(self.plain_s), 1e-9)), self._PASS**2
+            return
+        self.cov[0][0] += self._SPEED**2
+        self._update((0, k) if k else (0,), math.log(max(verify_s, 1e-9)), self._PASS)
+        if drafted:
+            if self.num_drafted:  # the first one sets up more than later ones
+                self._update((0, len(self.mean) - 1), math.log(max(draft_s, 1e-9)), self._DRAFT)
+            self.num_drafted += 1
+        self.since_plain = 0 if k == 0 else self.since_plain + 1
+
+    def _update(self, parts: tuple[int, ...], seen: float, deviation: float) -> None:
+        """Take in that the sum of these parts of the state was seen, give or take `deviation`."""
+        along = [sum(row[i] for i in parts) for row in self.cov]
+        variance = sum(along[i] for i in parts) + deviation**2
+        most = 2 * math.sqrt(variance)
+        error = min(max(seen - sum(self.mean[i] for i in parts), -most), most)
+        for i, gain in enumerate(along):
+            self.mean[i] += gain * error / variance
+            row = self.cov[i]
+            for j, other in enumerate(along):
+                row[j] -= gain * other / variance
 
 
 class _Confidence:
@@ -112,6 +165,7 @@ class Schedule:
         self._num_drafts, self._first = num_drafts, True
         self.costs: _Costs | None = None
         self.rows(num_rows)
+        self.costs.new_call()
 
     def rows(self, num_rows: int) -> None:
         """Go on with so many rows."""
@@ -121,33 +175,16 @@ class Schedule:
             self.pair.costs[key] = _Costs(self._num_drafts, before)
         self.costs = self.pair.costs[key]
 
-    def verify_seconds(self, k: int) -> float:
-        """Of a target pass over k drafts: measured, or on a line between the nearest lengths that were."""
-        times = self.costs.verify_s
-        if k == 0:  # no pass is shorter: a longer one that took less tells that the machine was busier before
-            return min(median(of) for i, of in enumerate(times) if of and (i == 0 or len(of) >= _ENOUGH))
-        if times[k]:
-            return median(times[k])
-        low = max(i for i in range(k) if times[i])  # a plain step at least has been timed
-        high = next((i for i in range(k + 1, len(times)) if times[i]), None)
-        if high is None:
-            return median(times[low]) * (1 + _GUESS * (k - low))
-        share = (k - low) / (high - low)
-        return (1 - share) * median(times[low]) + share * median(times[high])
-
-    def plain_rate(self) -> float:
-        """Tokens a second without drafts."""
-        return self.num_rows / self.verify_seconds(0)
-
-    def drafting_rate(self) -> float:
-        """Tokens a second in the last cycles with drafts, as expected of them: steadier than what came."""
+    def rate(self) -> float:
+        """Tokens in the time of a plain step: without drafts, or in the last cycles with them, whichever is more."""
         cycles = list(self.costs.cycles)  # another thread may be at it, too
-        return sum(tokens for tokens, _ in cycles) / max(sum(seconds for _, seconds in cycles), 1e-9)
+        drafting = sum(tokens for tokens, _ in cycles) / max(sum(steps for _, steps in cycles), 1e-9)
+        return max(float(self.num_rows), drafting)
 
     def wants_draft(self) -> bool:
         """Whether the drafter is to run in this cycle."""
         self._expected = float(self.num_rows)  # of the cycle, unless `length` is asked
-        if len(self.costs.verify_s[0]) < _PLAIN_STEPS or self.costs.since_plain >= _PLAIN_EVERY:
+        if len(self.costs.plain_s) < _PLAIN_STEPS or self.costs.since_plain >= _PLAIN_EVERY:
             return False  # everything is measured against plain steps: they come first, and again now and then
         if self.pair.waits > 0:
             self.pair.waits -= 1
@@ -156,15 +193,14 @@ class Schedule:
 
     def length(self, confidences: list[list[float]]) -> int:
         """How many of the drafts to check, given each row's confidence slot by slot."""
-        longest = len(confidences[0])
-        rate = max(self.plain_rate(), self.drafting_rate()) if self.costs.cycles else self.plain_rate()
-        expected, chances = float(self.num_rows), [1.0] * self.num_rows
-        best, best_value, self._expected = 0, expected - rate * self.verify_seconds(0), expected
-        for k in range(1, longest + 1):
+        rate, expected, chances = self.rate(), float(self.num_rows), [1.0] * self.num_rows
+        best, best_value, self._expected = 0, expected - rate, expected
+        for k in range(1, len(confidences[0]) + 1):
             for row, confidence in enumerate(confidences):
                 chances[row] *= self.pair.confidence.chance(confidence[k - 1])
             expected += sum(chances)
-            value = expected - rate * self.verify_seconds(k)
+            # Half a deviation in favour of lengths that were little tried, so that they are.
+            value = expected - rate * self.costs.verify(k, doubt=0.5)
             if value > best_value:
                 best, best_value, self._expected = k, value, expected
         return best
@@ -180,18 +216,16 @@ class Schedule:
         The first one of a call is not representative and is left out.
         """
         costs, pair, first, self._first = self.costs, self.pair, self._first, False
-        if first:
+        if first and len(costs.plain_s) == _PLAIN_STEPS:
             return
-        costs.verify_s[k].append(verify_s)
-        costs.since_plain = 0 if k == 0 else costs.since_plain + 1
+        costs.note(k, drafted, draft_s, verify_s)
         if not drafted:
             return
-        costs.draft_s.append(draft_s)
-        seconds = median(costs.draft_s) + self.verify_seconds(k)
-        costs.cycles.append((self._expected, seconds))
+        steps = costs.draft() + costs.verify(k)
+        costs.cycles.append((self._expected, steps))
         # What was expected varies less than what came, but what came knows more of a new drafter or text.
         gained = (self._expected + tokens) / 2 / self.num_rows
-        pair.lost = max(0.0, pair.lost + seconds / self.verify_seconds(0) - gained)
+        pair.lost = max(0.0, pair.lost + steps - gained)
         if pair.lost == 0.0:
             pair.pause = _FIRST_PAUSE
         elif pair.lost > _PATIENCE:

@@ -33,7 +33,7 @@ from .candidates import (
     top_probability,
     warp,
 )
-from .head import PackedHead
+from .kernels import PackedHead
 from .passes import CropPass, ReplayPass, SlotPass, why_not_slots
 from .schedule import Schedule
 

@@ -1,8 +1,51 @@
-"""The target's LM head, repacked once for a CPU kernel that is fast at the few rows a block has."""
+"""Matrix products on the CPU for the few rows that blocks have: no copy for linear layers, a packed LM head."""
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+# Rows for which MKL multiplies weight by input faster than input by weight, from 1.1 times at 5 to 1.7 at 16; fewer
+# take its matrix-vector kernel, which is faster still.
+_FEW_ROWS = range(4, 49)
+
+
+class FewRowsLinear(nn.Linear):
+    """`nn.Linear` as W x^T where that is the faster of the two orders. The layers of `with_few_rows_kernels`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        num_rows = input.numel() // max(input.shape[-1], 1)
+        if num_rows not in _FEW_ROWS:
+            return super().forward(input)
+        out = torch.mm(self.weight, input.reshape(num_rows, -1).T).T.contiguous()
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*input.shape[:-1], -1)
+
+
+def with_few_rows_kernels(module: nn.Module) -> nn.Module:
+    """A second object for the same module whose linear layers are fast at 4 to 48 rows; `module` stays as it is.
+
+    Parameters, buffers and hooks are shared, not copied, so it costs no memory and follows their changes. Layers
+    that are not plain `nn.Linear` in float32 on the CPU are left as they are.
+
+    Example:
+        >>> linear = nn.Linear(16, 64)
+        >>> fast = with_few_rows_kernels(linear)
+        >>> fast.weight is linear.weight, torch.allclose(fast(torch.ones(5, 16)), linear(torch.ones(5, 16)), atol=1e-5)
+        (True, True)
+    """
+    if not torch.backends.mkl.is_available():
+        return module
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_modules"] = {
+        name: None if child is None else with_few_rows_kernels(child) for name, child in module._modules.items()
+    }
+    # An own `forward` (offloading, compilation) stands in the object and goes on to call the original.
+    if type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu":
+        twin.__class__ = FewRowsLinear
+    return twin
+
 
 # Keyed by the weight: its packed copy, and the version of the weight that was packed.
 _packed = WeakIdKeyDictionary()

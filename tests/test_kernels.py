@@ -1,0 +1,73 @@
+"""CPU kernels for few rows: the same values as nn.Linear, the user's modules untouched."""
+
+import pytest
+import torch
+from torch import nn
+
+from dflash_hf.drafter.kernels import FewRowsLinear, PackedHead, with_few_rows_kernels
+from targets import FIRST_TEXT_ID, VOCAB, make_target
+
+needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the order was measured on MKL")
+
+
+@needs_mkl
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (1, 4), (1, 8), (3, 5), (8, 6), (7, 7), (8, 8), (0, 4)])
+def test_products_of_any_number_of_rows(shape, bias):
+    torch.manual_seed(0)
+    linear, x = nn.Linear(48, 80, bias=bias), torch.randn(*shape, 48)
+    with torch.no_grad():
+        out = with_few_rows_kernels(linear)(x)
+        expected = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+    assert out.is_contiguous() and out.shape == expected.shape
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+
+
+@needs_mkl
+def test_the_module_itself_stays_as_it_is_and_its_changes_are_followed():
+    target = make_target("qwen3")
+    before = {name: (type(module), set(module.__dict__)) for name, module in target.named_modules()}
+    twin = with_few_rows_kernels(target)
+    assert {name: (type(module), set(module.__dict__)) for name, module in target.named_modules()} == before
+    own = dict(target.named_parameters())
+    assert all(own[name] is parameter for name, parameter in twin.named_parameters())
+    linears = [name for name, module in twin.named_modules() if type(module) is FewRowsLinear]
+    assert linears == [name for name, module in target.named_modules() if type(module) is nn.Linear] != []
+
+    # A weight that is changed or replaced, and a hook that is set later, count for both.
+    ids = torch.randint(FIRST_TEXT_ID, VOCAB, (1, 6))
+    layer, calls = target.model.layers[0].mlp.up_proj, []
+    with torch.no_grad():
+        target.model.norm.weight.mul_(1.5)
+        layer.weight = nn.Parameter(torch.randn_like(layer.weight))
+        layer.register_forward_hook(lambda module, args, out: calls.append(module))
+        torch.testing.assert_close(twin(ids).logits, target(ids).logits, rtol=0, atol=1e-5)
+    assert len(calls) == 2 and calls[1] is layer
+
+
+@needs_mkl
+def test_layers_that_are_not_plain_stay():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    module = nn.Sequential(Own(8, 8), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8, device="meta"))
+    offloaded = nn.Linear(8, 8)
+    offloaded.forward = lambda x: x - 1  # what accelerate's hooks do
+    module.append(offloaded)
+    twin = with_few_rows_kernels(module)
+    assert [type(part) for part in twin[:3]] == [Own, nn.Linear, nn.Linear]
+    assert torch.equal(twin[3](torch.ones(4, 8)), torch.zeros(4, 8))
+    assert torch.equal(twin[0](torch.ones(4, 8)), module[0](torch.ones(4, 8)))
+
+
+def test_a_packed_head_follows_its_weight():
+    linear, x = nn.Linear(32, 96, bias=False), torch.randn(5, 32)
+    head = PackedHead.of(linear)
+    if head is None:
+        pytest.skip("no oneDNN")
+    torch.testing.assert_close(head(x), linear(x), rtol=0, atol=1e-5)
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    torch.testing.assert_close(PackedHead.of(linear)(x), linear(x), rtol=0, atol=1e-5)
+    assert PackedHead.of(nn.Linear(4, 4).double()) is None
