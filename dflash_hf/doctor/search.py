@@ -1,5 +1,6 @@
 """Which of the mistakes explain a low acceptance: try each, keep the best, try again on top of it."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -102,10 +103,10 @@ def _best(drafter, tried: list[Probe], few: Evidence, kept: int, ruled_out: list
     there, gains = score(drafter, few).likelihood, []
     for probe in tried:
         gain = score(variant(drafter, probe.changes), few).likelihood - there
-        mean, error = gain.mean().item(), (gain.std() / len(gain) ** 0.5).item()
+        mean = gain.mean().item()
         if mean < RULED_OUT:
             ruled_out.append(probe)
-        if not mean + STANDARD_ERRORS * error < 0:  # one anchor alone has no error and rules nothing out
+        if mean + STANDARD_ERRORS * _standard_error(gain) >= 0:
             gains.append((mean, probe))
     gains.sort(key=lambda pair: -pair[0])
     return [probe for _, probe in gains[:kept]]
@@ -146,10 +147,12 @@ def _fitted_layers(drafter, few: Evidence) -> Probe:
 
 def _is_clear(differences: torch.Tensor, errors: float = STANDARD_ERRORS) -> bool:
     """Whether paired differences `[N]` are above 0 by more than some standard errors."""
-    if len(differences) < 2:
-        return False
-    error = differences.std() / len(differences) ** 0.5
-    return bool(differences.mean() > errors * error)
+    return differences.mean().item() > errors * _standard_error(differences)
+
+
+def _standard_error(values: torch.Tensor) -> float:
+    """Of the mean of `[N]`; one value alone tells nothing about it, so anything is possible then."""
+    return math.inf if len(values) < 2 else (values.std() / len(values) ** 0.5).item()
 
 
 def counts(more: Score, less: Score) -> bool:
@@ -171,7 +174,7 @@ def counts(more: Score, less: Score) -> bool:
 def is_more(more: torch.Tensor, less: torch.Tensor) -> bool:
     """The same for accepted drafts of different texts, `[N]` and `[M]`."""
     gain = (more.mean() - less.mean()).item()
-    error = (more.var() / len(more) + less.var() / len(less)).sqrt().item()
+    error = math.hypot(_standard_error(more), _standard_error(less))
     return gain >= max(LEAST_GAIN * less.mean().item(), LEAST_DRAFTS) and gain > STANDARD_ERRORS * error
 
 
