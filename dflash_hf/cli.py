@@ -4,6 +4,8 @@ import json
 import shlex
 import sys
 from argparse import ArgumentError
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -185,7 +187,7 @@ def features(
 
     Example: dflash-hf features Qwen/Qwen3-8B answers.jsonl features --drafter z-lab/Qwen3-8B-DFlash-b16
     """
-    from . import DFlashConfig
+    from . import checkpoints
     from .training.answers import read_samples
     from .training.features import write_features
 
@@ -193,9 +195,7 @@ def features(
         samples = read_samples(answers)[skip:][:limit]
         if not samples:
             raise ValueError(f"{answers} holds no answers (skip {skip}, limit {limit}).")
-        layers = DFlashConfig.from_pretrained(drafter).target_layer_ids
-        if layers is None:
-            raise ValueError(f"Expected a DFlash drafter, the config of {drafter} names no target layers.")
+        layers = checkpoints.read(drafter).config.target_layer_ids
         _refuse_a_model(out)
         model, _ = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
         written = write_features(model, samples, out, layers, dtype=storage, with_final=with_final, progress=True)
@@ -207,7 +207,9 @@ def train(
     context: typer.Context,
     target: Annotated[str, typer.Argument(help="Folder or Hub name of the target.")],
     data: Annotated[str, typer.Option(help="Answers (JSONL) or folders of features, with commas between them.")],
-    eval_data: Annotated[str | None, typer.Option(help="The same, held out; evaluated under their names.")] = None,
+    eval_data: Annotated[
+        str | None, typer.Option(help="Held out: evaluated by --eval_strategy, or at the end.")
+    ] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from; unset: a fresh one.")] = None,
     num_layers: Annotated[int, typer.Option(min=1, help="Of a fresh drafter.")] = 5,
     block_size: Annotated[int, typer.Option(min=2, help="Of a fresh drafter.")] = 16,
@@ -224,35 +226,42 @@ def train(
 
     Example: dflash-hf train Qwen/Qwen3-8B --data answers.jsonl --output_dir my-drafter --bf16
     """
-    from transformers import HfArgumentParser
+    from transformers import HfArgumentParser, set_seed
 
     from . import DFlashDraftModel
+    from .checkpoints import load_drafter
     from .training import trainer as t
 
     with one_line_errors():
         (arguments,) = HfArgumentParser(t.DFlashTrainingArguments, exit_on_error=False).parse_args_into_dataclasses(
             context.args
         )
-        _refuse_a_model(Path(arguments.output_dir))
+        out = Path(arguments.output_dir)
+        _refuse_a_model(out)
         if not (sources := _list(data)):
             raise ValueError("Expected answers or folders of features as --data, with commas between them, got none.")
+        # First what is quickly read: a mistake in it shows before a large target is there.
+        dataset = t.read_dataset(sources)
+        names = _list(eval_data) or []
+        held_out = {Path(name).stem: t.read_dataset([name]) for name in names}
+        if len(held_out) < len(names):
+            raise ValueError(f"Each set of --eval-data is evaluated under its name, and two share one: {eval_data}.")
+        if arguments.eval_strategy != "no" and not held_out:
+            raise ValueError(f"--eval_strategy {arguments.eval_strategy.value} needs held-out answers as --eval-data.")
+        drafter = None if init_from is None else load_drafter(init_from).float()
+        set_seed(arguments.seed)  # a fresh drafter's weights are drawn before the trainer sets it
         device = device or str(arguments.device)  # of this process, where several were launched
         model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
-        if init_from is not None:
-            drafter = DFlashDraftModel.from_pretrained(init_from, dtype="float32")
-        else:
+        if drafter is None:
             drafter = DFlashDraftModel.for_target(
                 model, num_layers, block_size, mask_token_id=mask_token_id, tokenizer=tokenizer
             )
-        trainer = t.DFlashTrainer(
-            drafter,
-            model,
-            arguments,
-            t.read_dataset(sources),
-            {Path(name).stem: t.read_dataset([name]) for name in _list(eval_data) or []} or None,
-        )
-        trainer.train(resume_from_checkpoint=True)
-        trainer.save_model()
+        with _removed_if_empty(out):
+            trainer = t.DFlashTrainer(drafter, model, arguments, dataset, held_out or None)
+            trainer.train(resume_from_checkpoint=True)
+            if held_out and arguments.eval_strategy == "no":
+                trainer.evaluate()
+            trainer.save_model()
     typer.echo(f"{arguments.output_dir}: a drafter of {trainer.state.global_step} steps")
 
 
@@ -441,6 +450,8 @@ def check(
             raise FileNotFoundError(f"There is no folder {out.parent} to write {out.name} to; make it first.")
         if out is not None and out.exists() and not out.is_file():  # a folder, or a device that would be replaced
             raise FileExistsError(f"Expected the name of a file to write, {out} is something else.")
+        if _is_drafter(Path(target)):
+            raise ValueError(f"Expected the target first, {target} is a drafter: dflash-hf check TARGET DRAFTER")
         chosen = PROMPTS[:limit] if prompts is None else read_prompts(prompts, limit=limit)[0]
         model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
         others = {name: load_target(name, dtype=dtype, device=device)[0] for name in other_target or ()}
@@ -495,11 +506,25 @@ def _load_pair(target: str, drafter: str, schedule: str | None, **where) -> tupl
 
 def _refuse_a_model(folder: Path) -> None:
     """Raise FileExistsError if `folder` holds a model that is no drafter: what is written there would spoil it."""
+    if (folder / "config.json").is_file() and not _is_drafter(folder):
+        raise FileExistsError(f"{folder} holds another model (its config.json is no drafter's); name another folder.")
+
+
+def _is_drafter(folder: Path) -> bool:
     config = folder / "config.json"
-    if config.is_file() and "DFlashDraftModel" not in config.read_text(errors="replace"):
-        raise FileExistsError(
-            f"{folder} holds another model (its {config.name} is no drafter's); name another folder."
-        )
+    return config.is_file() and "DFlashDraftModel" in config.read_text(errors="replace")
+
+
+@contextmanager
+def _removed_if_empty(folder: Path) -> Iterator[None]:
+    """On an error take `folder` away, if it was made since then and nothing is in it."""
+    there = folder.exists()
+    try:
+        yield
+    except BaseException:
+        if not there and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
 
 
 def _list(text: str | None, kind=str) -> list | None:

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import random
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from dflash_hf import DFlashDraftModel
 from dflash_hf.benchmark import Prompt
 from dflash_hf.benchmark.prompts import encode
+from dflash_hf.checkpoints import convert
 from dflash_hf.cli import app
 from dflash_hf.doctor import diagnose, find_faults, gather, score
 from dflash_hf.doctor.mistakes import variant
@@ -364,14 +366,47 @@ def test_pairs_that_do_not_fit(tiny_target, tmp_path):
     narrow = make_drafter(target_hidden_size=48)
     (tmp_path / "config.json").write_text("{}")
     from_one = make_drafter(target_layer_ids=[1, 3, NUM_LAYERS])
+    tiny_target.save_pretrained(tmp_path / "target")
     for drafter, words in [
         (narrow, "width 48"),
         (from_one, f"try target_layer_ids [0, 2, {NUM_LAYERS - 1}]"),
-        (tmp_path, "no file named"),
+        (tmp_path, "no model.safetensors"),
         (tmp_path / "none", "none"),
+        (tmp_path / "target", "holds a model of the class Qwen3ForCausalLM"),
     ]:
         found = diagnose(tiny_target, drafter, PROMPTS)
         assert found.exit_code == 3 and words in found.verdict, found.verdict
+
+
+TOO_LONG = Prompt("", ids=[8] * 500)  # the target has 512 positions
+REQUESTS = {
+    "no prompts": ([], {}, "at least one prompt"),
+    "an empty prompt": ([Prompt("", ids=[])], {}, "one is empty"),
+    "answers too short to draft": (PROMPTS, {"max_new_tokens": 2}, "3 tokens or more"),
+    "a prompt beyond the context": ([PROMPTS[0], TOO_LONG], {"max_new_tokens": 13}, "500 tokens and 13 new ones"),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_requests_that_cannot_be_served_are_refused_before_any_pass(tiny_target, monkeypatch, name):
+    prompts, options, words = REQUESTS[name]
+    monkeypatch.setattr(type(tiny_target), "forward", None)  # whoever runs the target fails in another way
+    with pytest.raises(ValueError, match=words):
+        diagnose(tiny_target, make_drafter(), prompts, **options)
+
+
+def test_an_answer_with_room_for_one_anchor_gives_no_warning(tiny_target, tiny):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = diagnose(tiny_target, tiny["plain"], PROMPTS[:1], max_new_tokens=3)
+    assert found.before["anchors"] == 1 and found.faults == []
+
+
+def test_a_folder_in_speculators_layout_is_examined_as_it_is(tiny_target, tiny, tmp_path):
+    tiny["plain"].save_pretrained(tmp_path / "z-lab")
+    convert(tmp_path / "z-lab", tmp_path / "speculators", to="speculators", target="a/target")
+    found = diagnose(tiny_target, tmp_path / "speculators", PROMPTS[:2], max_new_tokens=NEW)
+    assert found.problems == [] and found.faults == [] and found.tau > 2
 
 
 def _edit(**changes):
@@ -427,6 +462,8 @@ def test_the_command(tiny_target, tiny, byte_tokenizer, tmp_path):
     for arguments, code in [
         (["check", str(tmp_path / "target"), str(tmp_path / "none"), *common], 3),
         (["check", str(tmp_path / "none"), str(tmp_path / "drafter"), *common], 1),
+        (["check", str(tmp_path / "target"), str(tmp_path / "target"), *common], 3),
+        (["check", str(tmp_path / "drafter"), str(tmp_path / "target"), *common], 1),
         (["check", str(tmp_path / "target"), str(tmp_path / "drafter"), "--out", str(tmp_path / "no" / "x.json")], 1),
         (["check", str(tmp_path / "target"), str(tmp_path / "drafter"), "--out", str(tmp_path)], 1),
         (["check", str(tmp_path / "target"), str(tmp_path / "drafter"), "--prompts", str(tmp_path / "x.jsonl")], 1),

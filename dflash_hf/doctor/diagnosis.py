@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 
 from ..benchmark import Prompt, Report, bench
 from ..benchmark.prompts import encode
-from ..drafter.modeling_dflash import DFlashDraftModel
+from ..checkpoints import load_drafter
 from .evidence import Evidence, Score, gather, score
 from .formats import other_formats
 from .search import LEAST_FIRST, Fault, Findings, find_faults, is_more
@@ -222,7 +222,7 @@ def diagnose(
 
     Args:
         target: a causal LM in eval mode.
-        drafter: a `DFlashDraftModel`, or the folder or Hub name of one.
+        drafter: a `DFlashDraftModel`, or the folder or Hub name of one, in z-lab's or speculators' layout.
         prompts: to answer; unset: eight of four categories (`PROMPTS`).
         tokenizer: the target's; needed where prompts are texts.
         max_new_tokens: of an answer.
@@ -231,24 +231,25 @@ def diagnose(
         progress: say what is being done, and show a bar.
 
     Raises:
-        ValueError: prompts cannot be read without a tokenizer, or every answer is too short.
+        ValueError: prompts cannot be read without a tokenizer, are empty or longer than the target's context, or
+            every answer is too short.
 
     Example:
         >>> print(diagnose(target, "z-lab/Qwen3-8B-DFlash-b16", tokenizer=tokenizer).verdict)  # doctest: +SKIP
     """
     prompts = PROMPTS if prompts is None else prompts
+    encoded = [encode(prompt, tokenizer) for prompt in prompts]
+    _refuse_lengths(target, encoded, max_new_tokens)
     try:
         name = drafter if isinstance(drafter, str | os.PathLike) else drafter.config.name_or_path
         if isinstance(drafter, str | os.PathLike):
-            loaded = DFlashDraftModel.from_pretrained(drafter, dtype=target.dtype)
-            drafter = loaded.to(target.device).eval()
+            drafter = load_drafter(drafter).to(device=target.device, dtype=target.dtype)
         drafter.check_target(target, target.generation_config)
     except Exception as error:  # whatever a damaged or foreign folder raises is the answer to "does it load?"
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
         return Diagnosis(problems=[kind + " ".join(str(error).split()) + _layer_hint(target, drafter)])
     result = Diagnosis()
-    _say(progress, f"{len(prompts)} prompts are answered, then other readings of the drafter's config are tried ...")
-    encoded = [encode(prompt, tokenizer) for prompt in prompts]
+    _say(progress, f"Prompts are answered ({len(prompts)}), then other readings of the drafter's config are tried ...")
     evidence = gather(target, encoded, num_drafts=drafter.config.num_drafts, max_new_tokens=max_new_tokens)
     findings = find_faults(drafter, evidence, tokenizer=tokenizer)
     result.before, result.faults = _facts(findings.before), findings.faults
@@ -270,6 +271,21 @@ def diagnose(
             difference |= {f"{side}_text": _word(difference[side], tokenizer) for side in ("plain", "other")}
     result.notes = _notes(result, name, target)
     return result
+
+
+def _refuse_lengths(target, encoded: list[list[int]], max_new_tokens: int) -> None:
+    """Raise ValueError where there is nothing to answer, or no room for answers."""
+    if not encoded or not all(encoded):
+        raise ValueError("Expected at least one prompt, and tokens in each; there is none, or one is empty.")
+    if max_new_tokens < 3:
+        raise ValueError(f"Expected answers of 3 tokens or more (max_new_tokens), got {max_new_tokens}.")
+    longest = max(map(len, encoded))
+    positions = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest + max_new_tokens > positions:
+        raise ValueError(
+            f"The longest prompt's {longest} tokens and {max_new_tokens} new ones are more than the target's "
+            f"{positions} positions; leave long prompts out or ask for fewer tokens."
+        )
 
 
 def _say(progress: bool, text: str) -> None:
