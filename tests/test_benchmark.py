@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import simulated_acceptance
 from dflash_hf.benchmark import Prompt, Sampling, bench, read_prompts
-from dflash_hf.benchmark.efficiency import _kernels, best_kernels, cycle_efficiency
+from dflash_hf.benchmark.efficiency import _kernels, cycle_efficiency, with_kernels
 from dflash_hf.benchmark.probe import peak_memory
 from dflash_hf.benchmark.prompts import fill_contexts, make_batches
 from dflash_hf.benchmark.runner import top2_gap
@@ -483,28 +483,39 @@ def test_cycle_efficiency_is_the_bare_passes_over_the_cycle_and_leaves_the_model
     target, drafter, ids = make_target("gemma3"), make_drafter(), torch.tensor([prompts(1)[0].ids])
     with torch.no_grad():
         before = target(ids).logits
-    found = cycle_efficiency(target, drafter, 2.0, batch_size=2, context=30, committed=2, passes=3)
-    assert found["efficiency"] == pytest.approx((found["target_s"] + found["drafter_s"]) / 2.0)
-    for part in ("target_s", "drafter_s"):
-        assert found[part] == min(found["as_it_is"][part], found["best_kernels"][part]) > 0
+    settings = {"batch_size": 2, "context": 30, "committed": 2, "rounds": 1, "passes": 3}
+    found = cycle_efficiency(target, drafter, lambda: 2.0, **settings)
+    assert found["efficiency"] == found["best_kernels"]["efficiency"]
+    for version in ("as_it_is", "without_copies", "best_kernels"):
+        of_version = found[version]
+        assert of_version["target_s"] > 0 and of_version["drafter_s"] > 0
+        seconds = of_version["target_s"] + of_version["drafter_s"]
+        assert of_version["efficiency"] == pytest.approx(seconds / found["cycle_s"])
+    assert found["as_it_is"]["kernels"] == {}
+    kernels = found["without_copies"]["kernels"]
+    packed = {shape for shape, name in kernels.items() if shape.startswith("target") and name in ("mkl", "onednn")}
+    vocab = target.get_output_embeddings().weight.shape[0]
+    assert packed <= {f"target {vocab} x {target.config.hidden_size}"}
     with torch.no_grad():
         assert torch.equal(target(ids).logits, before)
-        with best_kernels([target], ids.shape[1]) as kernels:
-            torch.testing.assert_close(target(ids).logits, before, atol=1e-3, rtol=1e-3)
+        twin, kernels = with_kernels(target, ids.shape[1], copies=True)
+        torch.testing.assert_close(twin(ids).logits, before, atol=1e-3, rtol=1e-3)
     assert kernels
     assert not any("forward" in vars(module) for model in (target, drafter) for module in model.modules())
-    for settings, message in (({"cycle_s": 0.0}, "positive"), ({"cycle_s": 1.0, "context": 2}, "0 < committed")):
+    for cycle, settings, message in ((lambda: 0.0, {}, "positive"), (lambda: 1.0, {"context": 2}, "0 < committed")):
         with pytest.raises(ValueError, match=message):
-            cycle_efficiency(target, drafter, **settings)
+            cycle_efficiency(target, drafter, cycle, **settings)
 
 
-def test_bench_measures_the_efficiency_of_full_blocks():
+def test_bench_measures_the_efficiency_of_full_blocks(capsys):
     report = bench(
         make_target("llama"), make_drafter(), prompts(1), methods=["constant"], max_new_tokens=12, efficiency=True
     )
-    run = next(run for run in report.runs if run["method"] == "constant")
-    cycle = (run["seconds"] - run["first_token_s"]) / run["cycles"]
-    assert report.cycle_efficiency["cycle_s"] == pytest.approx(cycle)
+    found = report.cycle_efficiency
+    assert found["method"] == "constant" and found["cycle_s"] > 0 and found["efficiency"] > 0
+    report.print()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{found['without_copies']['efficiency']:.3f} with the fastest kernels that need no copy" in shown
 
 
 # -- the command --

@@ -1,7 +1,7 @@
 """Cycle efficiency: how much of a measured cycle is the two passes that no loop can do without."""
 
 import copy
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from ..drafter.cache import DFlashContextCache
+from ..drafter.kernels import FewRowsLinear, with_few_rows_kernels
 from .probe import Clock
 
 PADDED_ROWS = 16  # float32 on the CPU: sixteen rows take a faster kernel than four to twelve do
@@ -20,41 +21,45 @@ PADDED_ROWS = 16  # float32 on the CPU: sixteen rows take a faster kernel than f
 def cycle_efficiency(
     target,
     drafter,
-    cycle_s: float,
+    cycle: Callable[[], float],
     *,
     batch_size: int = 1,
     context: int = 128,
     committed: int = 2,
-    passes: int = 30,
+    rounds: int = 9,
+    passes: int = 5,
 ) -> dict:
     """(bare target pass on the block + bare drafter and head pass) / measured cycle.
 
     The bare passes are timed on random ids behind a random context: the target on `[anchor, drafts]` with the hidden
     states captured that the drafter reads, and the drafter on `committed` new context features and a block, the head
-    on its drafts. Each is timed as it is and with the fastest kernel for every shape of its linear layers
-    (`best_kernels`); the smaller median counts.
+    on its drafts. Cycles and bare passes alternate, so that a machine that is busy for a while slows both.
+
+    Bare passes come in three versions: as transformers runs them; with the fastest kernel for each shape of linear
+    layer of those that need no copy of a target layer (the LM head and the drafter may be repacked); and with the
+    fastest of all, for which the whole target would be kept in memory twice.
 
     Args:
-        target, drafter: the pair; both are left as they were.
-        cycle_s: seconds of one measured cycle, drafting and verifying a full block.
+        target, drafter: the pair; both are left as they are.
+        cycle: makes some cycles that draft and verify full blocks, and returns the seconds of one.
         batch_size: sequences in a pass.
         context: positions in the target's cache.
         committed: new context features in a drafter pass.
-        passes: timed passes of each kind.
+        rounds: how often cycles and bare passes take turns.
+        passes: of each kind and version in a round.
 
     Returns:
-        `efficiency`, `cycle_s`, and for target, drafter and head together `target_s`, `drafter_s` (the best), and
-        under `as_it_is` and `best_kernels` both medians, with the names of the `kernels` chosen by shape.
+        `cycle_s`, and under `as_it_is`, `without_copies` and `best_kernels`: `target_s`, `drafter_s` (drafter and
+        head), `efficiency` (the median over rounds of their sum over the cycle's seconds), and for the last two
+        `kernels`, the names by shape. `efficiency` itself is that of `best_kernels`.
 
     Raises:
-        ValueError: `cycle_s` is not positive, or `committed` not below `context`.
+        ValueError: `committed` is not below `context`, or a cycle took no time.
 
     Example:
-        >>> run = drafter.last_run                                                             # doctest: +SKIP
-        >>> cycle_efficiency(target, drafter, (run.drafting_s + run.verifying_s) / run.cycles) # doctest: +SKIP
+        >>> cycle_efficiency(target, drafter, one_cycle)["efficiency"]                         # doctest: +SKIP
+        0.93
     """
-    if cycle_s <= 0:
-        raise ValueError(f"cycle_s must be the positive seconds of a measured cycle, got {cycle_s}.")
     if not 0 < committed < context:
         raise ValueError(f"Expected 0 < committed < context, got {committed} and {context}.")
     config, device = drafter.config, target.device
@@ -70,7 +75,7 @@ def cycle_efficiency(
     cache.crop(0)
     block = random_ids(config.num_drafts + 1)
 
-    def verify():
+    def verify(target):
         target(block, cache=cache, use_cache=True, output_hidden_states=[i + 1 for i in features])
 
     def take_back():
@@ -79,9 +84,9 @@ def cycle_efficiency(
     width = len(features) * config.target_hidden_size
     states = torch.randn(batch_size, context, width, generator=generator).to(drafter.device, drafter.dtype)
     block_ids = torch.full((batch_size, config.block_size), config.mask_token_id, device=device)
-    table, head = target.get_input_embeddings(), target.get_output_embeddings()
+    table = target.get_input_embeddings()
 
-    def draft(start=context - committed, stop=context):
+    def draft(drafter, head, start=context - committed, stop=context):
         positions = torch.arange(start, stop + config.block_size, device=drafter.device).expand(batch_size, -1)
         drafter_cache.set_previous_accepted_tokens(stop - start)
         hidden = drafter(
@@ -90,7 +95,7 @@ def cycle_efficiency(
         drafter.compute_logits(hidden[:, config.block_size - config.num_drafts :], head, config.vocab_size)
 
     drafter_cache = DFlashContextCache(config.num_hidden_layers)
-    draft(0, context - committed)
+    draft(drafter, target.get_output_embeddings(), 0, context - committed)
     filled = copy.deepcopy(drafter_cache)
 
     def take_back_context():
@@ -98,39 +103,50 @@ def cycle_efficiency(
         drafter_cache = copy.deepcopy(filled)
 
     take_back_context()
-    clock = Clock(device)
-    result = {"cycle_s": cycle_s, "context": context, "committed": committed, "batch_size": batch_size}
-    as_it_is = {"target_s": _median_time(clock, verify, take_back, passes)}
-    as_it_is["drafter_s"] = _median_time(clock, draft, take_back_context, passes)
-    chosen: dict[str, str] = {}
-    with best_kernels([target], batch_size * block.shape[1]) as kernels:
-        chosen |= {f"target {shape}": name for shape, name in kernels.items()}
-        fastest = {"target_s": _median_time(clock, verify, take_back, passes)}
-    modules = [drafter] if drafter.lm_head is not None else [drafter, head]
-    with best_kernels(modules, batch_size * config.block_size) as kernels:
-        chosen |= {f"drafter {shape}": name for shape, name in kernels.items()}
-        fastest["drafter_s"] = _median_time(clock, draft, take_back_context, passes)
-    best = {name: min(as_it_is[name], fastest[name]) for name in as_it_is}
-    return {
-        "efficiency": (best["target_s"] + best["drafter_s"]) / cycle_s,
-        **result,
-        **best,
-        "as_it_is": as_it_is,
-        "best_kernels": fastest,
-        "kernels": chosen,
-    }
+    clock, num_rows = Clock(device), batch_size * config.block_size
+    versions: dict[str, tuple] = {"as_it_is": (target, drafter, {})}
+    for name in ("without_copies", "best_kernels"):
+        of_target, kernels = with_kernels(target, batch_size * block.shape[1], copies=name == "best_kernels")
+        of_drafter, more = with_kernels(drafter, num_rows, copies=True)
+        named = {f"target {shape}": kind for shape, kind in kernels.items()}
+        versions[name] = (of_target, of_drafter, named | {f"drafter {shape}": kind for shape, kind in more.items()})
+    cycles: list[float] = []
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in versions}
+    for number in range(rounds + 1):
+        seconds = cycle()
+        if seconds <= 0:
+            raise ValueError(f"cycle() must return the positive seconds of a cycle, got {seconds}.")
+        of_round = {
+            name: (
+                _median_time(clock, partial(verify, one), take_back, passes),
+                _median_time(clock, partial(draft, other, one.get_output_embeddings()), take_back_context, passes),
+            )
+            for name, (one, other, _) in versions.items()
+        }
+        if number:  # the first round warms up
+            cycles.append(seconds)
+            for name, pair in of_round.items():
+                times[name].append(pair)
+    result: dict = {"context": context, "committed": committed, "batch_size": batch_size, "cycle_s": median(cycles)}
+    for name, pairs in times.items():
+        result[name] = {
+            "efficiency": median(sum(pair) / seconds for pair, seconds in zip(pairs, cycles, strict=True)),
+            "target_s": median(one for one, _ in pairs),
+            "drafter_s": median(other for _, other in pairs),
+            "kernels": versions[name][2],
+        }
+    return {"efficiency": result["best_kernels"]["efficiency"], **result}
 
 
 def _median_time(clock: Clock, work, reset, passes: int) -> float:
     seconds = []
-    for number in range(passes + 3):
+    for _ in range(passes):
         clock.wait()
         start = clock.now()
         work()
         end = clock.now()
         clock.wait()
-        if number >= 3:
-            seconds.append(clock.seconds(start, end))
+        seconds.append(clock.seconds(start, end))
         reset()
     return median(seconds)
 
@@ -160,47 +176,59 @@ def _onednn(weight, bias, rows):
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def _kernels(weight: torch.Tensor) -> dict:
+def _few_rows(weight, bias, rows):
+    layer = FewRowsLinear(1, 1, bias=bias is not None, device="meta")
+    layer.weight, layer.bias = nn.Parameter(weight, requires_grad=False), bias
+    return layer.forward
+
+
+def _kernels(weight: torch.Tensor, copies: bool = True) -> dict:
     """Ways of computing a linear layer on this machine, by name: float32 on the CPU has several."""
     kernels = {"linear": _linear}
     if weight.device.type == "cpu" and weight.dtype == torch.float32:
-        kernels["padded"] = _padded
-        if torch.backends.mkl.is_available():
+        kernels["padded"], kernels["few rows"] = _padded, _few_rows
+        if copies and torch.backends.mkl.is_available():
             kernels["mkl"] = _mkl
-        if torch.backends.mkldnn.is_available():
+        if copies and torch.backends.mkldnn.is_available():
             kernels["onednn"] = _onednn
     return kernels
 
 
-@contextmanager
-def best_kernels(models: list[nn.Module], rows: int):
-    """Run the linear layers of `models` with the kernel that is fastest for their shape at `rows` rows.
+def with_kernels(model: nn.Module, rows: int, copies: bool) -> tuple[nn.Module, dict[str, str]]:
+    """A second object for `model` whose linear layers take the kernel that is fastest for their shape at `rows` rows.
 
-    Yields the chosen kernels by weight shape. Weights are packed into copies meanwhile; afterwards everything is as
-    it was. Subclasses of `nn.Linear` (quantized ones, say) are left alone.
+    Args:
+        model: the target, the drafter or any other module; it stays as it is.
+        rows: of the input, batch and positions together.
+        copies: try kernels that need a repacked copy of the weight, too. For the LM head they are always tried.
+
+    Returns:
+        the second object, and the names of the kernels by shape of the weight. Subclasses of `nn.Linear` (quantized
+        ones, say) are left alone.
     """
-    chosen, replaced = {}, []
-    linears = {id(m): m for model in models for m in model.modules() if type(m) is nn.Linear}
-    try:
-        for module in linears.values():
-            weight, bias, shape = module.weight.detach(), module.bias, tuple(module.weight.shape)
-            kernels = _kernels(weight)
-            if len(kernels) == 1:
-                continue
-            if shape not in chosen:
-                chosen[shape] = _fastest(kernels, weight, bias, rows)
-            module.forward = kernels[chosen[shape]](weight, bias, rows)  # type: ignore[method-assign]  # for a while
-            replaced.append(module)
-        yield {" x ".join(map(str, shape)): name for shape, name in chosen.items()}
-    finally:
-        for module in replaced:
-            del module.forward
+    twin, chosen = with_few_rows_kernels(model), {}
+    head = getattr(twin, "get_output_embeddings", lambda: None)()
+    for module in twin.modules():
+        if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, FewRowsLinear):
+            continue
+        if "forward" in vars(module):
+            continue
+        weight, bias, shape = module.weight.detach(), module.bias, tuple(module.weight.shape)
+        kernels = _kernels(weight, copies or module is head)
+        if len(kernels) == 1:
+            continue
+        if shape not in chosen:
+            chosen[shape] = _fastest(kernels, weight, bias, rows)
+        module.forward = kernels[chosen[shape]](weight, bias, rows)  # type: ignore[method-assign]  # of the twin
+    return twin, {" x ".join(map(str, shape)): name for shape, name in chosen.items()}
 
 
 def _fastest(kernels: dict, weight: torch.Tensor, bias, rows: int) -> str:
     x = torch.randn(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    times = {}
-    for name, make in kernels.items():
-        forward = make(weight, bias, rows)
-        times[name] = _median_time(Clock(weight.device), partial(forward, x), lambda: None, 15)
-    return min(times, key=times.__getitem__)
+    clock = Clock(weight.device)
+    times: dict[str, list[float]] = {name: [] for name in kernels}
+    ready = {name: make(weight, bias, rows) for name, make in kernels.items()}
+    for _ in range(9):  # in turns
+        for name, forward in ready.items():
+            times[name].append(_median_time(clock, partial(forward, x), lambda: None, 3))
+    return min(times, key=lambda name: median(times[name]))

@@ -17,6 +17,7 @@ from .prompts import Batch, Prompt, fill_contexts, make_batches
 from .report import Report, environment, model_facts
 
 WARM_UP_TOKENS = 8
+CYCLE_TOKENS = 32  # of a call that measures cycles between bare passes
 
 
 def bench(
@@ -130,7 +131,7 @@ def bench(
         try:
             _measure(target, drafter, running, batches, report, max_new_tokens, repeats, sampling, seed, out, bar)
             if efficiency:
-                report.cycle_efficiency = _efficiency(target, drafter, report)
+                report.cycle_efficiency = _efficiency(target, drafter, report, running, batches)
         except KeyboardInterrupt:
             report.interrupted = True
         finally:
@@ -300,17 +301,20 @@ def top2_gap(target, plain: list[int], other: list[int], block_size: int) -> dic
     }
 
 
-def _efficiency(target, drafter, report: Report) -> dict | None:
-    """Cycle efficiency of the first constant method that ran full blocks, at the context that it met."""
-    name = next((m for m in report.settings["methods"] if m.startswith("constant") and "k=" not in m), None)
-    runs = [run for run in report.runs if run["method"] == name and run["cycles"]]
-    if not runs:
+def _efficiency(target, drafter, report: Report, methods: list[Method], batches: list[Batch]) -> dict | None:
+    """Cycle efficiency of the first constant method that ran full blocks, on the first batch."""
+    method = next((m for m in methods if m.name == "constant"), None)
+    runs = [run for run in report.runs if run["method"] == "constant" and run["cycles"]]
+    if method is None or not runs:
         return None
-    cycles = sum(run["passes"] - 1 for run in runs)
-    seconds = sum(run["seconds"] - run["first_token_s"] for run in runs)
-    batch = report.settings["batch_size"]
-    context = round(sum(max(r["prompt_tokens"]) + max(r["new_tokens"]) / 2 for r in runs) / len(runs))
     committed = round(sum(run["committed"] for run in runs) / sum(run["cycles"] for run in runs))
-    return {"method": name} | cycle_efficiency(
-        target, drafter, seconds / cycles, batch_size=batch, context=context, committed=max(committed, 1)
+
+    def cycle(method=method) -> float:
+        run = _call(target, method, batches[0], 0, None, CYCLE_TOKENS, Sampling(), 0, False).record
+        return (run["seconds"] - run["first_token_s"]) / max(run["passes"] - 1, 1)
+
+    context = batches[0].input_ids.shape[1] + CYCLE_TOKENS // 2
+    found = cycle_efficiency(
+        target, drafter, cycle, batch_size=report.settings["batch_size"], context=context, committed=max(committed, 1)
     )
+    return {"method": method.name} | found

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ def simulated_drafter(drafter, tau: float, seed: int = 0):
     simulated.__class__ = type("SimulatedDrafter", (_SimulatedDrafts, type(drafter)), {})
     simulated.generation_config = copy.deepcopy(drafter.generation_config)
     simulated.acceptance, simulated.simulation_seed = acceptance, seed
+    simulated.block = SimpleNamespace()  # what the pass is about; loops may run it through another object
     return simulated
 
 
@@ -41,6 +43,7 @@ class _SimulatedDrafts:
 
     acceptance: float
     simulation_seed: int
+    block: SimpleNamespace
 
     def set_texts(self, keys: list[int], texts: list[list[int]]) -> None:
         """The texts to come: whole sequences without padding, a row of the batch each; `keys` number the prompts."""
@@ -51,16 +54,16 @@ class _SimulatedDrafts:
         ]
 
     def embed_block(self, ids, target_embeddings):
-        self.block_ids = ids
+        self.block.ids = ids
         return super().embed_block(ids, target_embeddings)
 
     def forward(self, noise_embeds, context_hidden_states, position_ids=None, **kwargs):
-        self.block_positions = position_ids[:, -noise_embeds.shape[1] :]
+        self.block.positions = position_ids[:, -noise_embeds.shape[1] :]
         return super().forward(noise_embeds, context_hidden_states, position_ids, **kwargs)
 
     def compute_logits(self, hidden, target_head, vocab_size):
         logits = super().compute_logits(hidden, target_head, vocab_size)
-        anchors, positions = self.block_ids[:, 0].tolist(), self.block_positions.tolist()
+        anchors, positions = self.block.ids[:, 0].tolist(), self.block.positions.tolist()
         first = self.config.block_size - self.config.num_drafts
         num_slots = logits.shape[1]
         tokens = []

@@ -438,9 +438,7 @@ class Drafting:
         self.held = [self.held[row] for row in rows]
         self.positions = [self.positions[row] for row in rows]
         self.context_cache.keep_rows(index.to(self.drafter.device))
-        self.pending = [
-            (features[rows], valid if valid is None else valid[rows]) for features, valid in self.pending
-        ]
+        self.pending = [(features[rows], valid if valid is None else valid[rows]) for features, valid in self.pending]
 
     def _pick_slot_by_slot(self, input_ids, logits, processors, noise):
         """As above where a processor reads the ids so far: each slot is processed given the drafts before it."""
@@ -509,9 +507,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.drafting = Drafting(drafter, target, generation_config, logits_processor, 1, shown.long())
         # A user who asked for the hidden states gets them all; the drafter picks its own from them.
         everything = generation_config.return_dict_in_generate and generation_config.output_hidden_states
-        self.model_kwargs_overrides = {
-            "output_hidden_states": True if everything else self.drafting.feature_indices
-        }
+        self.model_kwargs_overrides = {"output_hidden_states": True if everything else self.drafting.feature_indices}
         self.max_length, self.do_sample = generation_config.max_length, generation_config.do_sample
         self.num_drafts, self.threshold, *_ = knobs(drafter)
         self.run = DFlashRun()

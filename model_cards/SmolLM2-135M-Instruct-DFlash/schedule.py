@@ -163,17 +163,18 @@ class Schedule:
         pair.lost = max(pair.lost, _PATIENCE - pair.grant())
         pair.waits = 0
         self._num_drafts, self._first = num_drafts, True
-        self.costs: _Costs | None = None
-        self.rows(num_rows)
+        self.costs = self._costs_of(num_rows)
         self.costs.new_call()
 
     def rows(self, num_rows: int) -> None:
         """Go on with so many rows."""
-        before, self.num_rows = self.costs, num_rows
-        key = (num_rows, self._num_drafts)
+        self.costs = self._costs_of(num_rows, self.costs)
+
+    def _costs_of(self, num_rows: int, similar: _Costs | None = None) -> _Costs:
+        self.num_rows, key = num_rows, (num_rows, self._num_drafts)
         if key not in self.pair.costs:
-            self.pair.costs[key] = _Costs(self._num_drafts, before)
-        self.costs = self.pair.costs[key]
+            self.pair.costs[key] = _Costs(self._num_drafts, similar)
+        return self.pair.costs[key]
 
     def rate(self) -> float:
         """Tokens in the time of a plain step: without drafts, or in the last cycles with them, whichever is more."""
