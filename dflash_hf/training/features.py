@@ -120,8 +120,8 @@ def write_features(
     _check_index(folder, index)
     missing = [i for i, shard in enumerate(shards) if not _is_whole(_shard_path(folder, i), _digest(shard))]
     needed = feature_bytes([sample for i in missing for sample in shards[i]], width)
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
     logger.warning(
         f"Features of {len(samples)} samples: {feature_bytes(samples, width) / 1e9:.2f} GB as {dtype} in {folder}, "
         f"{needed / 1e9:.2f} GB of them to be written; {free / 1e9:.1f} GB are free."
@@ -131,6 +131,7 @@ def write_features(
             f"The features need {needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB free: name a folder on a "
             "larger disk, fewer samples, or train with online features."
         )
+    folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / INDEX, index | {"shards": len(shards), "samples": len(samples)})
     tokens = sum(len(sample.ids) for i in missing for sample in shards[i])
     with _progress(tokens) if progress else nullcontext(lambda tokens: None) as advance:

@@ -1,9 +1,11 @@
 """DFlashTrainer: transformers' Trainer with the objective of DFlash drafters."""
 
 import json
+import math
 import os
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -30,6 +32,35 @@ from .objective import (
 
 logger = logging.get_logger(__name__)
 
+# Options by what their values must be. transformers takes most of these and fails late, or trains nothing useful.
+LIMITS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "above 0": (
+        lambda value: 0 < value < math.inf,
+        ("learning_rate", "num_train_epochs", "loss_gamma"),
+    ),
+    "a number from 0": (
+        lambda value: 0 <= value < math.inf,
+        ("weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon", "dataloader_num_workers",
+         "logging_steps", "save_steps", "eval_steps"),
+    ),
+    "at least 1": (
+        lambda value: value >= 1,
+        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_anchors"),
+    ),
+    "at least 2": (lambda value: value >= 2, ("max_length",)),
+    "at least 1, or -1 for whole epochs": (lambda value: value >= 1 or value == -1, ("max_steps",)),
+    "from 0 to 1": (lambda value: 0 <= value <= 1, ("distillation_weight",)),
+    "from 0 to below 1": (lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2")),
+    "from 0 to 2**32 - 1": (lambda value: 0 <= value < 2**32, ("seed",)),
+}  # fmt: skip
+# What the packed pass has no place for, with the only value that it can have.
+NOT_HERE: dict[str, object] = {
+    "label_smoothing_factor": 0.0,
+    "neftune_noise_alpha": None,
+    "activation_checkpointing": False,
+    "remove_unused_columns": False,
+}
+
 
 @dataclass
 class DFlashTrainingArguments(TrainingArguments):
@@ -42,6 +73,9 @@ class DFlashTrainingArguments(TrainingArguments):
         distillation_weight: 0 for cross-entropy alone, 1 for the divergence from the target's distribution alone.
         answer_vocabulary: take the training loss over the tokens that occur in the training answers, not the whole
             vocabulary: where the LM head is most of the work, a step is much cheaper. Evaluation is not affected.
+
+    Raises:
+        ValueError: an option is out of its range, or has no meaning for a drafter.
 
     Example:
         >>> DFlashTrainingArguments(output_dir="runs/drafter").learning_rate
@@ -66,14 +100,21 @@ class DFlashTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_anchors < 1 or self.max_length < 2:
+        usual = {option.name: option.default for option in fields(self)}
+        for expected, (fits, names) in LIMITS.items():
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not fits(value):
+                    without = "" if usual[name] is None else f", which makes it {usual[name]}"
+                    raise ValueError(f"{name} must be {expected}, got {value}: change it or leave it out{without}.")
+        for name, value in NOT_HERE.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name}={getattr(self, name)} does nothing in a drafter's training: leave it out.")
+        if self.train_sampling_strategy not in ("random", "sequential"):
             raise ValueError(
-                f"num_anchors must be at least 1 and max_length at least 2, got {self.num_anchors}, {self.max_length}."
+                f"train_sampling_strategy must be random or sequential, got {self.train_sampling_strategy}: leave it "
+                "out. Samples are packed without padding, their lengths need not agree."
             )
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be from 0 to 2**32 - 1, got {self.seed}.")
-        if not 0 <= self.distillation_weight <= 1:
-            raise ValueError(f"distillation_weight must be from 0 to 1, got {self.distillation_weight}.")
 
 
 class SampleDataset(torch.utils.data.Dataset):
@@ -150,6 +191,7 @@ class DFlashTrainer(Trainer):
                 f"{args.n_gpu} GPUs in one process would be nn.DataParallel, which does not take packed sequences: "
                 "start one process a GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one."
             )
+        _check_metric(args.metric_for_best_model, eval_dataset)
         self.target = target
         for name, dataset in {"train_dataset": train_dataset, **_by_name(eval_dataset)}.items():
             _check_features(dataset, name, self.drafter.config, args.distillation_weight)
@@ -160,7 +202,8 @@ class DFlashTrainer(Trainer):
             if part is not None:
                 part.requires_grad_(False)
         self.gamma = loss_decay(self.drafter.config.block_size) if args.loss_gamma is None else args.loss_gamma
-        rows = answer_tokens(train_dataset, args.max_length) if args.answer_vocabulary else None
+        reduced = args.answer_vocabulary and train_dataset is not None
+        rows = answer_tokens(train_dataset, args.max_length) if reduced else None
         self.head = Head(self.drafter, target, rows)
         self._known = None  # ids that a reduced draft vocabulary holds
         if self.drafter.d2t is not None:
@@ -395,6 +438,16 @@ def _as_they_are(items: list[dict]) -> list[dict]:
 
 def _by_name(eval_dataset) -> dict:
     return eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+
+
+def _check_metric(wanted: str | None, eval_dataset) -> None:
+    if wanted is None or not isinstance(eval_dataset, dict):
+        return
+    if not any(wanted.removeprefix("eval_").startswith(f"{name}_") for name in eval_dataset):
+        raise ValueError(
+            f"metric_for_best_model must name a held-out set and its figure, such as {next(iter(eval_dataset))}_tau, "
+            f"got {wanted}."
+        )
 
 
 def _check_features(dataset, name: str, config, distillation_weight: float) -> None:
