@@ -195,7 +195,7 @@ def features(
         samples = read_samples(answers)[skip:][:limit]
         if not samples:
             raise ValueError(f"{answers} holds no answers (skip {skip}, limit {limit}).")
-        layers = checkpoints.read(drafter).config.target_layer_ids
+        layers = checkpoints.read(drafter).config.target_layer_ids or []
         _refuse_a_model(out)
         model, _ = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
         written = write_features(model, samples, out, layers, dtype=storage, with_final=with_final, progress=True)
@@ -207,9 +207,7 @@ def train(
     context: typer.Context,
     target: Annotated[str, typer.Argument(help="Folder or Hub name of the target.")],
     data: Annotated[str, typer.Option(help="Answers (JSONL) or folders of features, with commas between them.")],
-    eval_data: Annotated[
-        str | None, typer.Option(help="Held out: evaluated by --eval_strategy, or at the end.")
-    ] = None,
+    eval_data: Annotated[str | None, typer.Option(help="Held-out data, for --eval_strategy or the end.")] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from; unset: a fresh one.")] = None,
     num_layers: Annotated[int, typer.Option(min=1, help="Of a fresh drafter.")] = 5,
     block_size: Annotated[int, typer.Option(min=2, help="Of a fresh drafter.")] = 16,
@@ -259,10 +257,10 @@ def train(
         with _removed_if_empty(out):
             trainer = t.DFlashTrainer(drafter, model, arguments, dataset, held_out or None)
             trainer.train(resume_from_checkpoint=True)
-            if held_out and arguments.eval_strategy == "no":
-                trainer.evaluate()
             trainer.save_model()
-    typer.echo(f"{arguments.output_dir}: a drafter of {trainer.state.global_step} steps")
+            found = trainer.evaluate() if held_out and arguments.eval_strategy == "no" else {}
+    taus = [f", {name} {value:.2f}" for name, value in found.items() if name.endswith("_tau")]
+    typer.echo(f"{arguments.output_dir}: a drafter of {trainer.state.global_step} steps{''.join(taus)}")
 
 
 @app.command()

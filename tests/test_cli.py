@@ -388,7 +388,7 @@ BAD = [
     (TRAIN, {"answers.jsonl": "answers-other.jsonl"}, "token id 9999"),
     (TRAIN, "--block-size 1", "greater than or equal to 2"),
     (TRAIN, "--seed 18446744073709551616", "seed must be from 0"),
-    (TRAIN, "--init-from drafter-cut", "drafter-cut/model.safetensors is damaged"),
+    (TRAIN, "--init-from drafter-cut", "drafter-cut/model.safetensors cannot be read"),
     (TRAIN, "--num_anchors 0", "num_anchors must be at least 1"),
     (TRAIN, "--num-layers 0", "greater than or equal"),
     (TRAIN, "--nope 3", "--nope"),

@@ -1,5 +1,6 @@
 """Training against generation, closed forms, and itself: batches, processes and interruptions change nothing."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
+from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.cli import app
 from dflash_hf.training import objective
 from dflash_hf.training.acceptance import figures, walk
 from dflash_hf.training.answers import Sample
@@ -439,6 +442,103 @@ def test_the_mask_token_is_one_that_no_text_holds(byte_tokenizer, caplog):
     wide = make_target("llama", vocab_size=VOCAB + 4)
     assert DFlashDraftModel.for_target(wide, tokenizer=byte_tokenizer).config.mask_token_id == VOCAB
     assert f"mask token is {VOCAB}" in caplog.text
+
+
+# -- the command, and what it refuses --
+
+
+@pytest.fixture(scope="module")
+def places(target, samples, byte_tokenizer, tmp_path_factory):
+    """A folder with a target, a drafter, answers, and things that are none of these."""
+    folder = tmp_path_factory.mktemp("places")
+    target.save_pretrained(folder / "target")
+    byte_tokenizer.save_pretrained(folder / "target")
+    make_drafter().save_pretrained(folder / "drafter")
+    (folder / "empty").mkdir()
+    lines = [json.dumps({"id": s.id, "ids": s.ids, "spans": s.spans}) for s in samples[:2]]
+    for name in ("answers.jsonl", "empty/answers.jsonl"):
+        (folder / name).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+COMMAND = "train target --data answers.jsonl --output_dir out --mask-token-id 3 --report_to none --use_cpu"
+QUICK = "--max_steps 1 --gradient_accumulation_steps 1 --num_anchors 2 --num-layers 1 --block-size 4"
+BAD = [
+    ("--loss_gamma -1", "loss_gamma must be above 0, got -1.0: change it or leave it out."),
+    ("--loss_gamma 0", "loss_gamma must be above 0, got 0.0"),
+    ("--loss_gamma nan", "loss_gamma must be above 0, got nan"),
+    (
+        "--learning_rate nan",
+        "learning_rate must be above 0, got nan: change it or leave it out, which makes it 0.0006",
+    ),
+    ("--learning_rate inf", "learning_rate must be above 0, got inf"),
+    ("--num_train_epochs 0", "num_train_epochs must be above 0, got 0.0"),
+    ("--num_train_epochs nan", "num_train_epochs must be above 0, got nan"),
+    ("--max_steps 0", "max_steps must be at least 1, or -1 for whole epochs, got 0"),
+    ("--per_device_train_batch_size 0", "per_device_train_batch_size must be at least 1, got 0"),
+    ("--per_device_eval_batch_size -1", "per_device_eval_batch_size must be at least 1, got -1"),
+    ("--gradient_accumulation_steps -2", "gradient_accumulation_steps must be at least 1, got -2"),
+    ("--max_grad_norm nan", "max_grad_norm must be a number from 0, got nan"),
+    ("--weight_decay nan", "weight_decay must be a number from 0, got nan"),
+    ("--warmup_steps nan", "warmup_steps must be a number from 0, got nan"),
+    ("--save_steps nan", "save_steps must be a number from 0, got nan"),
+    ("--adam_beta1 2", "adam_beta1 must be from 0 to below 1, got 2.0"),
+    ("--adam_epsilon nan", "adam_epsilon must be a number from 0, got nan"),
+    ("--distillation_weight nan", "distillation_weight must be from 0 to 1, got nan"),
+    ("--dataloader_num_workers -1", "dataloader_num_workers must be a number from 0, got -1"),
+    ("--max_length 1", "max_length must be at least 2, got 1"),
+    ("--label_smoothing_factor 0.1", "label_smoothing_factor=0.1 does nothing in a drafter's training"),
+    ("--neftune_noise_alpha 5", "neftune_noise_alpha=5.0 does nothing"),
+    ("--remove_unused_columns True", "remove_unused_columns=True does nothing"),
+    ("--activation_checkpointing True", "activation_checkpointing=True does nothing"),
+    ("--train_sampling_strategy group_by_length", "must be random or sequential, got group_by_length: leave it out"),
+    ("--init-from nowhere", "Expected a drafter's folder or a Hub name like owner/name, got nowhere."),
+    ("--init-from nowhere/at/all", "Expected a drafter's folder or a Hub name like owner/name, got nowhere/at/all."),
+    ("--init-from someone/nothing", "someone/nothing cannot be fetched: "),
+    ("--init-from target", "Expected a DFlash drafter, target holds a model of the class Qwen3ForCausalLM."),
+    ("--init-from empty", "empty has no config.json: expected a drafter's folder."),
+    ("--eval_strategy epoch", "--eval_strategy epoch needs held-out answers as --eval-data"),
+    ("--eval-data answers.jsonl,empty/answers.jsonl", "under its name, and two share one"),
+    (
+        "--eval-data answers.jsonl --eval_strategy epoch --save_strategy epoch --load_best_model_at_end True",
+        "must name a held-out set and its figure, such as answers_tau, got loss",
+    ),
+    ("--optim adafactor --optim_args nonsense", "unpack"),  # found by the trainer, which has made the folder by then
+]
+
+
+@pytest.mark.parametrize("drafter", ["nowhere", "nowhere/at/all", "someone/nothing", "target", "empty"])
+def test_features_refuses_as_train_does(drafter, places, monkeypatch):
+    monkeypatch.chdir(places)
+    message = dict(BAD)[f"--init-from {drafter}"]
+    done = CliRunner().invoke(app, ["features", "target", "answers.jsonl", "out", "--drafter", drafter])
+    assert done.exit_code == 1 and f"Error: {message}" in done.stderr
+    assert not (places / "out").exists()
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[options for options, _ in BAD])
+def test_what_train_refuses_leaves_one_line_and_no_folder(options, message, places, monkeypatch):
+    monkeypatch.chdir(places)
+    done = CliRunner().invoke(app, f"{COMMAND} {options}".split())
+    lines = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert done.exit_code == 1, done.exception
+    assert len(lines) == 1 and message in lines[0], done.stderr
+    assert sorted(path.name for path in places.iterdir()) == ["answers.jsonl", "drafter", "empty", "target"]
+
+
+def test_a_fresh_drafter_is_of_the_seed(places, monkeypatch, tmp_path):
+    """Held-out answers without a strategy are evaluated at the end."""
+    monkeypatch.chdir(places)
+    drafters = []
+    for number, seed in enumerate((1, 1, 2)):
+        torch.manual_seed(number)
+        command = COMMAND.replace("_dir out", f"_dir {tmp_path / str(number)}")
+        done = CliRunner().invoke(app, f"{command} {QUICK} --seed {seed} --eval-data answers.jsonl".split())
+        assert done.exit_code == 0, done.exception
+        assert "a drafter of 1 steps, eval_answers_tau 1." in done.stdout
+        drafters.append(DFlashDraftModel.from_pretrained(tmp_path / str(number)))
+    assert_same_weights(*drafters[:2])
+    assert not torch.equal(drafters[0].fc.weight, drafters[2].fc.weight)
 
 
 # -- processes and interruptions --
