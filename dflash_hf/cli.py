@@ -222,7 +222,7 @@ def train(
     those of DFlashTrainingArguments (--num_anchors, --max_length, --distillation_weight ...). Their defaults are the
     paper's.
 
-    Example: dflash-hf train Qwen/Qwen3-8B --data answers.jsonl --output_dir my-drafter --bf16
+    Example: dflash-hf train Qwen/Qwen3-8B --data answers.jsonl --output_dir my-drafter
     """
     from transformers import HfArgumentParser, set_seed
 
