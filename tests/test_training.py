@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback
+from transformers import AutoModel, TrainerCallback
 from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
@@ -26,6 +27,7 @@ from dflash_hf.training.trainer import (
     last_checkpoint,
 )
 from drafters import BLOCK, make_drafter
+from hub_server import TOKEN, HubServer
 from targets import FIRST_TEXT_ID, HIDDEN, MASK, VOCAB, make_target
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
@@ -539,6 +541,49 @@ def test_a_fresh_drafter_is_of_the_seed(places, monkeypatch, tmp_path):
         drafters.append(DFlashDraftModel.from_pretrained(tmp_path / str(number)))
     assert_same_weights(*drafters[:2])
     assert not torch.equal(drafters[0].fc.weight, drafters[2].fc.weight)
+
+
+# -- to the Hub --
+
+
+def test_push_to_hub_loads_at_every_step_and_says_what_it_is(target, samples, monkeypatch, tmp_path):
+    data, name = SampleDataset(samples[:2]), "someone/the-target"
+    monkeypatch.setattr(target.config, "_name_or_path", name)
+    settings = {"push_to_hub": True, "hub_model_id": "me/drafter", "hub_token": TOKEN, "hub_always_push": True}
+    settings |= {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
+    with HubServer(TOKEN) as hub:
+        hub.serve(monkeypatch, tmp_path / "cache")
+        trainer = DFlashTrainer(
+            make_drafter(initializer_range=0.05), target, arguments(tmp_path / "out", **settings), data, {"held": data}
+        )
+        trainer.train()
+        repo = hub.repos["me/drafter"]
+        first = next(sha for sha, tree in repo.commits.items() if "model.safetensors" in tree)
+        trainer.push_to_hub()
+        monkeypatch.setitem(sys.modules, "dflash_hf", None)  # the repository brings its own code
+        pushed, early = (
+            AutoModel.from_pretrained("me/drafter", trust_remote_code=True, revision=sha)
+            for sha in (repo.branches["main"], first)
+        )
+        files = hub.files("me/drafter")
+    assert_same_weights(trainer.model, pushed)
+    assert not torch.equal(early.fc.weight, pushed.fc.weight)
+    assert type(pushed).__module__.startswith("transformers_modules.me.drafter")
+    assert not any(TOKEN.encode() in content for content in files.values())
+
+    card = ModelCard(files["README.md"].decode())
+    said = card.data.to_dict()
+    assert said.pop("tags") == ["dflash", "speculative-decoding", "draft-model", "generated_from_trainer"]
+    expected = {"base_model": name, "base_model_relation": "adapter", "library_name": "transformers"}
+    assert said == expected | {"pipeline_tag": "text-generation"}
+    assert f"for [{name}](https://huggingface.co/{name}), of 2 training steps" in card.text
+    tau = trainer.evaluate()["eval_held_tau"]
+    assert f"eval_held_tau {tau:.3f}" in card.text and "from scratch" not in card.text
+
+    readme = tmp_path / "out" / "README.md"
+    readme.write_text("# By hand\n")
+    trainer.create_model_card()
+    assert readme.read_text() == "# By hand\n"
 
 
 # -- processes and interruptions --
