@@ -33,9 +33,7 @@ def p_value_of_rows(drafter):
 
 @pytest.mark.parametrize("way", ["rejection", "coupled"])
 def test_rows_follow_the_targets_distribution(way):
-    drafter = random_drafter()
-    drafter.generation_config.num_assistant_tokens_schedule = "constant"
-    drafter.generation_config.assistant_sampling = way
+    drafter = random_drafter(way=way)
     assert p_value_of_rows(drafter) > 0.001
     assert sum(drafter.last_run.accepted) > 100
 

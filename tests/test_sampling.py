@@ -35,7 +35,8 @@ def markov_target():
     return target
 
 
-def random_drafter(own_tensors=None, **options):
+def random_drafter(own_tensors=None, way="rejection", **options):
+    """A drafter that is always asked, so that the figures have something to count."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         config = DFlashConfig(
@@ -43,7 +44,10 @@ def random_drafter(own_tensors=None, **options):
             head_dim=8, num_hidden_layers=1, target_layer_ids=[0, 1], initializer_range=0.5,
             dflash_config={"block_size": 3, "mask_token_id": 3} | options,
         )  # fmt: skip
-        return DFlashDraftModel(config, own_tensors=own_tensors).eval()
+        drafter = DFlashDraftModel(config, own_tensors=own_tensors).eval()
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    drafter.generation_config.assistant_sampling = way
+    return drafter
 
 
 # Warpers by hand, on the probabilities of one token [V] in float64.
@@ -134,10 +138,11 @@ def p_value(drafter, case, num_rows=ROWS, num_new=NEW, custom_generate=None, low
     return chi2.sf(float(statistic), int(freedom))
 
 
+@pytest.mark.parametrize("way", ["rejection", "coupled"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_text_follows_the_targets_distribution(case):
+def test_the_text_follows_the_targets_distribution(case, way):
     one_row = {"num_rows": 1, "num_new": 1000} if case in CASES_OF_ONE_ROW else {}
-    assert p_value(random_drafter(), case, **one_row) > 0.001
+    assert p_value(random_drafter(way=way), case, **one_row) > 0.001
 
 
 def test_a_confidence_threshold_keeps_the_distribution():
