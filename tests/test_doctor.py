@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
@@ -290,7 +291,9 @@ def test_a_target_of_the_same_shape_is_told_from_the_right_one(tiny_target, tiny
     other = make_target("qwen3", seed=1)
     alone = diagnose(other, tiny["plain"], PROMPTS, max_new_tokens=NEW)
     assert alone.faults == [] and alone.exit_code == 6 and "another model" in alone.verdict
-    found = diagnose(other, tiny["plain"], PROMPTS, max_new_tokens=NEW, other_targets={"the right one": tiny_target})
+    others = {"a wide one": make_target("qwen3", hidden_size=48), "the right one": tiny_target}
+    found = diagnose(other, tiny["plain"], PROMPTS, max_new_tokens=NEW, other_targets=others)
+    assert any(note.startswith("a wide one was not tried: ") and "width" in note for note in found.notes)
     assert [fault.kind for fault in found.faults] == ["target"] and "the right one" in found.verdict
     assert found.exit_code == 5
 
@@ -417,7 +420,14 @@ def _edit(**changes):
     return edit
 
 
+def _no_numbers(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["fc.weight"][0, 0] = torch.inf
+    save_file(weights, folder / "model.safetensors")
+
+
 DAMAGES = {
+    "weights that are no numbers": _no_numbers,
     "no JSON": lambda folder: (folder / "config.json").write_text("{"),
     "no weights": lambda folder: (folder / "model.safetensors").unlink(),
     "half the weights": lambda folder: os.truncate(folder / "model.safetensors", 20_000),

@@ -245,16 +245,24 @@ def diagnose(
         if isinstance(drafter, str | os.PathLike):
             drafter = load_drafter(drafter).to(device=target.device, dtype=target.dtype)
         drafter.check_target(target, target.generation_config)
+        _refuse_damaged_weights(drafter)
     except Exception as error:  # whatever a damaged or foreign folder raises is the answer to "does it load?"
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
         return Diagnosis(problems=[kind + " ".join(str(error).split()) + _layer_hint(target, drafter)])
+    fitting, unfit = {}, []
+    for other_name, other in (other_targets or {}).items():
+        try:
+            drafter.check_target(other)
+            fitting[other_name] = other
+        except ValueError as error:
+            unfit.append(f"{other_name} was not tried: {error}")
     result = Diagnosis()
     _say(progress, f"Prompts are answered ({len(prompts)}), then other readings of the drafter's config are tried ...")
     evidence = gather(target, encoded, num_drafts=drafter.config.num_drafts, max_new_tokens=max_new_tokens)
     findings = find_faults(drafter, evidence, tokenizer=tokenizer)
     result.before, result.faults = _facts(findings.before), findings.faults
     if findings.after.first < LOW_FIRST:
-        result.faults += _elsewhere(findings, evidence, prompts, tokenizer, max_new_tokens, other_targets or {})
+        result.faults += _elsewhere(findings, evidence, prompts, tokenizer, max_new_tokens, fitting)
     _say(progress, "Every prompt is answered with and without the drafter ...")
     result.report = bench(
         target,
@@ -269,7 +277,7 @@ def diagnose(
     for run in result.report.runs:
         for difference in run.get("differences", ()):
             difference |= {f"{side}_text": _word(difference[side], tokenizer) for side in ("plain", "other")}
-    result.notes = _notes(result, name, target)
+    result.notes = _notes(result, name, target) + unfit
     return result
 
 
@@ -286,6 +294,15 @@ def _refuse_lengths(target, encoded: list[list[int]], max_new_tokens: int) -> No
             f"The longest prompt's {longest} tokens and {max_new_tokens} new ones are more than the target's "
             f"{positions} positions; leave long prompts out or ask for fewer tokens."
         )
+
+
+def _refuse_damaged_weights(drafter) -> None:
+    for name, weight in drafter.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(
+                f"The drafter's {name} holds NaN or infinite values in {weight.dtype}: its weights are damaged, or too "
+                "large for this dtype; fetch them again, or load the target in another dtype."
+            )
 
 
 def _say(progress: bool, text: str) -> None:
@@ -328,10 +345,6 @@ def _elsewhere(
                 there = gather(evidence.target, written, **options)
                 tried.append((score(drafter, there.fresh()), form.kind, form.says))
     for name, other in other_targets.items():
-        try:
-            drafter.check_target(other)
-        except ValueError:
-            continue
         prompt_ids = [ids[:start].tolist() for ids, start in zip(evidence.sequences, evidence.starts, strict=True)]
         there = gather(other, prompt_ids, **options)
         tried.append((score(drafter, there.fresh()), "target", f"the drafter does better with {name}"))
