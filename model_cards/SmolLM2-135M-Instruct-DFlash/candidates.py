@@ -171,12 +171,12 @@ def knobs(drafter) -> tuple[int, float, str, bool]:
         )
     if sampling not in (None, "rejection", "coupled"):
         raise ValueError(
-            'drafter.generation_config.assistant_sampling must be "rejection", "coupled" or None (rejection), got '
+            'drafter.generation_config.assistant_sampling must be "rejection", "coupled" or None (coupled), got '
             f"{sampling!r}."
         )
     full = drafter.config.num_drafts
     most = full if wanted is None else min(wanted, full)
-    return most, threshold or 0.0, sampling or "rejection", schedule != "constant"
+    return most, threshold or 0.0, sampling or "coupled", schedule != "constant"
 
 
 def warp(processors, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

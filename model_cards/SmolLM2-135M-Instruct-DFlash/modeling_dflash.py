@@ -271,8 +271,8 @@ class DFlashDraftModel(PreTrainedModel):
     `assistant_confidence_threshold` (offer no slot where the drafter's top probability is lower, nor any behind it;
     unset: no threshold), `num_assistant_tokens_schedule` ("constant": always as many; "adaptive": as many as bring the
     most tokens a second; unset: adaptive where the clock may decide, i.e. not under rejection sampling) and
-    `assistant_sampling` ("rejection", or "coupled": noise that drafter and target share). After a generate call
-    `drafter.last_run` says what happened.
+    `assistant_sampling` ("coupled": noise that drafter and target share; or "rejection"; unset: coupled). After a
+    generate call `drafter.last_run` says what happened.
 
     On the CPU a repacked copy of the target's LM head (as large as the head in float32) makes passes over a few rows
     faster; `drafter.pack_head = False` does without.
