@@ -609,7 +609,7 @@ if settings.fsdp:  # accelerate shards on GPUs only; told that this is one, it t
     from accelerate.state import DistributedType, PartialState
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 drafter = make_drafter(initializer_range=0.05, own_tensors=OWN if settings.fsdp else None)
-trainer = Kill(drafter, target, settings, SampleDataset(samples))
+trainer = Kill(drafter, target, settings, SampleDataset(samples), {{"held": SampleDataset(held_out(samples))}})
 trainer.train(resume_from_checkpoint=True)
 if settings.fsdp:
     from torch.distributed.tensor import DTensor
@@ -621,7 +621,8 @@ if settings.fsdp:
 trainer.save_model()
 """
 OWN = {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
-FSDP = {"fsdp": True, "save_strategy": "no"}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 1}
+FSDP = {"fsdp": True} | EVALUATED
 RUN = {
     "max_steps": 7,
     "save_strategy": "steps",
@@ -629,6 +630,11 @@ RUN = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
 }
+
+
+def held_out(samples) -> list[Sample]:
+    """An even number, of which the last has nothing to draft and so gives one process less to do."""
+    return [*samples[:5], Sample("nothing", samples[5].ids[:7], [(6, 7)])]
 
 
 def run_script(tmp_path, samples, folder, kill_at: int, processes: int = 1, **options) -> subprocess.CompletedProcess:
@@ -655,19 +661,32 @@ def test_killed_while_it_saves_and_started_again_gives_the_same_weights(target, 
     assert_same_weights(whole.model, again.model)
 
 
-@pytest.mark.parametrize("options", [{}, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("options", [EVALUATED, FSDP], ids=["ddp", "fsdp"])
 def test_two_processes_train_as_one(options, target, samples, tmp_path):
     """The samples' lengths differ, so do the processes' shares of the loss. (An epoch that does not divide evenly is
     filled up by accelerate with samples from its beginning; this one divides.) Under FSDP the trained weights are
-    sharded, and a table and a head that the drafter brings are whole in every process, as the target is."""
+    sharded, and a table and a head that the drafter brings are whole in every process, as the target is; a kill in
+    between changes nothing."""
     samples = [*samples[1:], Sample("short", samples[0].ids[:9], [(6, 9)])]
-    drafter = make_drafter(initializer_range=0.05, own_tensors=OWN if options else None)
+    sharded = "fsdp" in options
+    drafter = make_drafter(initializer_range=0.05, own_tensors=OWN if sharded else None)
     one = trained(
         target, SampleDataset(samples), tmp_path / "one", drafter, **RUN | {"gradient_accumulation_steps": 4}
     )
-    done = run_script(tmp_path, samples, tmp_path / "two", kill_at=0, processes=2, **options)
+    two = tmp_path / "two"
+    if sharded:
+        assert run_script(tmp_path, samples, two, kill_at=4, processes=2, **options).returncode != 0
+        assert last_checkpoint(two).endswith("checkpoint-2")
+        DFlashDraftModel.from_pretrained(two / "checkpoint-2")
+    done = run_script(tmp_path, samples, two, kill_at=0, processes=2, **options)
     assert done.returncode == 0, done.stderr
-    assert_same_weights(one.model, DFlashDraftModel.from_pretrained(tmp_path / "two"), 1e-5)
+    assert_same_weights(one.model, DFlashDraftModel.from_pretrained(two), 1e-5)
+    log = json.loads((two / "checkpoint-7" / "trainer_state.json").read_text())["log_history"]
+    evaluated = [record for record in log if "eval_held_tau" in record]
+    assert [record["step"] for record in evaluated] == [4, 7]
+    expected = one.evaluate(SampleDataset(held_out(samples)))
+    for name in ("tau", "loss", "accuracy_1"):
+        assert evaluated[-1][f"eval_held_{name}"] == pytest.approx(expected[f"eval_{name}"], abs=1e-4)
 
 
 def test_full_disk_keeps_the_last_checkpoint(target, samples, tmp_path, monkeypatch):

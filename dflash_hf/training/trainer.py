@@ -242,6 +242,9 @@ class DFlashTrainer(Trainer):
             # Used outside of the forward pass, by each process for itself: they stay whole, as the target does.
             whole = [module for module in (self.drafter.embed_tokens, self.drafter.lm_head) if module is not None]
             self.accelerator.state.fsdp_plugin.ignored_modules = whole or None
+            # accelerate would make one unit of a head and the last norm, whose hooks wait for calls of both.
+            for name in ("get_input_embeddings", "get_output_embeddings"):
+                setattr(self.drafter, name, lambda: None)
         elif args.fsdp:
             logger.warning("accelerate does not shard on this device: --fsdp is ignored, every process is a replica.")
 
