@@ -256,7 +256,7 @@ def train(
             )
         with _removed_if_empty(out):
             trainer = t.DFlashTrainer(drafter, model, arguments, dataset, held_out or None)
-            trainer.train(resume_from_checkpoint=True)
+            trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint or True)
             trainer.save_model()
             found = trainer.evaluate() if held_out and arguments.eval_strategy == "no" else {}
     taus = [f", {name} {value:.2f}" for name, value in found.items() if name.endswith("_tau")]

@@ -505,6 +505,7 @@ BAD = [
         "--eval-data answers.jsonl --eval_strategy epoch --save_strategy epoch --load_best_model_at_end True",
         "must name a held-out set and its figure, such as answers_tau, got loss",
     ),
+    ("--resume_from_checkpoint nowhere", "Can't find a valid checkpoint at nowhere"),
     ("--optim adafactor --optim_args nonsense", "unpack"),  # found by the trainer, which has made the folder by then
 ]
 
@@ -659,6 +660,24 @@ def test_killed_while_it_saves_and_started_again_gives_the_same_weights(target, 
     again = trained(target, SampleDataset(samples), tmp_path / "killed", resume=True, **RUN)
     assert again.state.global_step == 7
     assert_same_weights(whole.model, again.model)
+
+
+def test_a_finished_run_takes_no_step_more(target, samples, tmp_path, caplog):
+    """Called again as it was, or for fewer steps. And a checkpoint of another drafter is nothing to go on from."""
+    data, settings = SampleDataset(samples), RUN | {"per_device_train_batch_size": 1, "max_steps": 3}
+    first = trained(target, data, tmp_path, **settings)
+    for steps in (3, 2):
+        again = trained(target, data, tmp_path, resume=True, **settings | {"max_steps": steps})
+        assert again.state.global_step == 3 and f"Going on from {tmp_path}/checkpoint-3" in caplog.text
+        assert_same_weights(first.model, again.model)
+    for change, message in (
+        ({"num_hidden_layers": 1}, "num_hidden_layers 2, here 1"),
+        ({"target_layer_ids": [1, 2, 3]}, r"target_layer_ids \[1, 3, 4\], here \[1, 2, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=f"checkpoint-3 is of another drafter .*{message}.* another output_dir"):
+            trained(target, data, tmp_path, make_drafter(**change), resume=True, **settings | {"max_steps": 4})
+    further = trained(target, data, tmp_path, resume=True, **settings | {"max_steps": 4})
+    assert further.state.global_step == 4
 
 
 @pytest.mark.parametrize("options", [EVALUATED, FSDP], ids=["ddp", "fsdp"])

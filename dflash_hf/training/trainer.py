@@ -18,6 +18,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from ..checkpoints import meaning
+from ..drafter.configuration_dflash import DFlashConfig
 from .acceptance import figures, walk
 from .answers import Sample, check_ids, read_samples
 from .features import FeatureDataset, target_features
@@ -252,6 +254,10 @@ class DFlashTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The passes of one step with their anchors drawn, and the sum of their weights over all processes."""
+        if 0 < self.state.max_steps <= self.state.global_step:
+            # A finished run that was called again: transformers would see that after one step more.
+            self.control.should_training_stop = True
+            return [], None
         batches = []
         for _ in range(num_batches):
             try:
@@ -375,10 +381,28 @@ class DFlashTrainer(Trainer):
     # -- checkpoints --
 
     def train(self, resume_from_checkpoint=None, **kwargs):
-        """As in transformers; `resume_from_checkpoint=True` takes the newest checkpoint that is whole, if any."""
+        """As in transformers; `resume_from_checkpoint=True` takes the newest checkpoint that is whole, if any.
+
+        Raises:
+            ValueError: that checkpoint is of another drafter.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint:
+            self._check_checkpoint(Path(resume_from_checkpoint))
+            logger.warning(f"Going on from {resume_from_checkpoint}.")
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _check_checkpoint(self, folder: Path) -> None:
+        if not (folder / "config.json").is_file():  # an adapter's, which peft compares
+            return
+        theirs, ours = meaning(DFlashConfig.from_pretrained(folder)), meaning(self.drafter.config)
+        differ = [f"{name} {theirs[name]}, here {ours[name]}" for name in ours if theirs[name] != ours[name]]
+        if differ:
+            raise ValueError(
+                f"{folder} is of another drafter ({'; '.join(differ)}): name another output_dir, or ask for "
+                "the drafter that was trained there."
+            )
 
     def _save_checkpoint(self, model, trial) -> None:
         try:
