@@ -300,8 +300,8 @@ def _refuse_damaged_weights(drafter) -> None:
     for name, weight in drafter.named_parameters():
         if not weight.isfinite().all():
             raise ValueError(
-                f"The drafter's {name} holds NaN or infinite values in {weight.dtype}: its weights are damaged, or too "
-                "large for this dtype; fetch them again, or load the target in another dtype."
+                f"The drafter's {name} holds NaN or infinite values in {weight.dtype}: its weights are damaged, or "
+                "too large for this dtype; fetch them again, or load the target in another dtype."
             )
 
 
