@@ -483,21 +483,23 @@ def test_cycle_efficiency_is_the_bare_passes_over_the_cycle_and_leaves_the_model
     target, drafter, ids = make_target("gemma3"), make_drafter(), torch.tensor([prompts(1)[0].ids])
     with torch.no_grad():
         before = target(ids).logits
+    hidden = len(make_target("gemma3")(ids, output_hidden_states=True).hidden_states)
     settings = {"batch_size": 2, "context": 30, "committed": 2, "rounds": 1, "passes": 3}
     found = cycle_efficiency(target, drafter, lambda: 2.0, **settings)
     assert found["efficiency"] == found["best_kernels"]["efficiency"]
-    for version in ("as_it_is", "without_copies", "best_kernels"):
+    for version in ("as_it_is", "without_target_copies", "best_kernels"):
         of_version = found[version]
         assert of_version["target_s"] > 0 and of_version["drafter_s"] > 0
         seconds = of_version["target_s"] + of_version["drafter_s"]
         assert of_version["efficiency"] == pytest.approx(seconds / found["cycle_s"])
     assert found["as_it_is"]["kernels"] == {}
-    kernels = found["without_copies"]["kernels"]
+    kernels = found["without_target_copies"]["kernels"]
     packed = {shape for shape, name in kernels.items() if shape.startswith("target") and name in ("mkl", "onednn")}
     vocab = target.get_output_embeddings().weight.shape[0]
     assert packed <= {f"target {vocab} x {target.config.hidden_size}"}
     with torch.no_grad():
         assert torch.equal(target(ids).logits, before)
+        assert len(target(ids, output_hidden_states=True).hidden_states) == hidden
         twin, kernels = with_kernels(target, ids.shape[1], copies=True)
         torch.testing.assert_close(twin(ids).logits, before, atol=1e-3, rtol=1e-3)
     assert kernels
@@ -515,7 +517,7 @@ def test_bench_measures_the_efficiency_of_full_blocks(capsys):
     assert found["method"] == "constant" and found["cycle_s"] > 0 and found["efficiency"] > 0
     report.print()
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"{found['without_copies']['efficiency']:.3f} with the fastest kernels that need no copy" in shown
+    assert f"{found['without_target_copies']['efficiency']:.3f} with the fastest kernels that need no copy" in shown
 
 
 # -- the command --

@@ -71,3 +71,10 @@ def test_a_packed_head_follows_its_weight():
         linear.weight.mul_(2)
     torch.testing.assert_close(PackedHead.of(linear)(x), linear(x), rtol=0, atol=1e-5)
     assert PackedHead.of(nn.Linear(4, 4).double()) is None
+
+
+@needs_mkl
+def test_autocast_decides_the_dtype_of_every_row_count():
+    linear = with_few_rows_kernels(nn.Linear(16, 16))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert {linear(torch.randn(rows, 16)).dtype for rows in (1, 3, 4, 8, 60)} == {torch.bfloat16}

@@ -49,8 +49,8 @@ def cycle_efficiency(
         passes: of each kind and version in a round.
 
     Returns:
-        `cycle_s`, and under `as_it_is`, `without_copies` and `best_kernels`: `target_s`, `drafter_s` (drafter and
-        head), `efficiency` (the median over rounds of their sum over the cycle's seconds), and for the last two
+        `cycle_s`, and under `as_it_is`, `without_target_copies` and `best_kernels`: `target_s`, `drafter_s` (drafter
+        and head), `efficiency` (the median over rounds of their sum over the cycle's seconds), and for the last two
         `kernels`, the names by shape. `efficiency` itself is that of `best_kernels`.
 
     Raises:
@@ -71,12 +71,14 @@ def cycle_efficiency(
 
     cache = DynamicCache(config=target.config.get_text_config())
     cache.activate_past_recording()  # otherwise sliding layers could not be cropped
-    target(random_ids(context), cache=cache, use_cache=True, logits_to_keep=1)
+    # With hidden states, so that transformers sets its hooks for them now and twins share them.
+    states_read = [i + 1 for i in features]
+    target(random_ids(context), cache=cache, use_cache=True, logits_to_keep=1, output_hidden_states=states_read)
     cache.crop(0)
     block = random_ids(config.num_drafts + 1)
 
     def verify(target):
-        target(block, cache=cache, use_cache=True, output_hidden_states=[i + 1 for i in features])
+        target(block, cache=cache, use_cache=True, output_hidden_states=states_read)
 
     def take_back():
         cache.crop(-block.shape[1])
@@ -105,7 +107,7 @@ def cycle_efficiency(
     take_back_context()
     clock, num_rows = Clock(device), batch_size * config.block_size
     versions: dict[str, tuple] = {"as_it_is": (target, drafter, {})}
-    for name in ("without_copies", "best_kernels"):
+    for name in ("without_target_copies", "best_kernels"):
         of_target, kernels = with_kernels(target, batch_size * block.shape[1], copies=name == "best_kernels")
         of_drafter, more = with_kernels(drafter, num_rows, copies=True)
         named = {f"target {shape}": kind for shape, kind in kernels.items()}

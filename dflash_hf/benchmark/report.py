@@ -19,7 +19,7 @@ SCHEMA = 1
 # How the bare passes of the cycle efficiency run.
 BARE_PASSES = {
     "as_it_is": "as transformers runs them",
-    "without_copies": "with the fastest kernels that need no copy of the target",
+    "without_target_copies": "with the fastest kernels that need no copy of the target",
     "best_kernels": "with the fastest kernels of all",
 }
 

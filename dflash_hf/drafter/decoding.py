@@ -293,7 +293,10 @@ def decode(
     wanted = list(drafting.feature_indices)
     last_layer = target.config.get_text_config().num_hidden_layers
     packs = drafter.pack_head and not torch.is_autocast_enabled("cpu")
-    head = PackedHead.of(target.get_output_embeddings()) if packs else None
+    plain_head = target.get_output_embeddings()
+    head = PackedHead.of(plain_head) if packs else None
+    if not drafter.pack_head:
+        PackedHead.forget(plain_head)
     if head is not None and drafter.lm_head is None:
         drafting.target_head = head
     takes_no_logits = head is not None and "logits_to_keep" in inspect.signature(target.forward).parameters
@@ -316,7 +319,11 @@ def decode(
     # Where the head alone gives the target's logits again, passes leave the head out and ours does it.
     final = features[last_layer][:, -1:] if takes_no_logits else None
     own_head = takes_no_logits and final.dtype == outputs.logits.dtype == torch.float32
-    own_head = own_head and torch.allclose(head(final), outputs.logits[:, -1:], rtol=1e-4, atol=1e-4)
+    if own_head and not torch.allclose(head(final), outputs.logits[:, -1:], rtol=1e-4, atol=1e-4):
+        own_head = False  # the target does more to its logits, or its weight was changed behind our back
+        if not torch.allclose(head(final), plain_head(final), rtol=1e-4, atol=1e-4):
+            PackedHead.forget(plain_head)
+            drafting.target_head = plain_head
     prompt_shown = None if mask is None or bool(mask.all()) else mask[:, -features[wanted[0]].shape[1] :].bool()
 
     if target._is_stateful:

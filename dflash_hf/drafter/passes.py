@@ -51,6 +51,7 @@ class SlotPass:
     """
 
     def __init__(self, target, cache, model_kwargs, num_ids: int, max_length: int, block_size: int):
+        # The prefill went through the target, so its hooks for hidden states are there for the twin to share.
         self.target, self.twin, self.cache = target, with_few_rows_kernels(target), cache
         self.num_columns = int(cache.get_seq_length())
         self.offset = self.num_columns - num_ids  # from a column of the ids to one of the cache

@@ -37,7 +37,7 @@ class _Pair:
 
     def grant(self) -> float:
         """The patience that drafting starts with."""
-        if not self.costs:
+        if not any(costs.cycles for costs in self.costs.values()):
             return _FIRST_GRANT
         return _GRANT * (_FIRST_PAUSE / self.pause) ** 0.5
 

@@ -262,8 +262,9 @@ class GumbelNoise:
         x = keys + tokens * _signed(0x9E3779B97F4A7C15)
         x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
-        uniform = ((x >> 41 & (1 << 23) - 1).float() + 0.5) / (1 << 23)  # never 0, never 1
-        return -(-uniform.log()).log()
+        # Small ones, which make the noise large, keep all 53 bits, so that rare tokens are as rare as they should be.
+        uniform = ((x >> 11 & (1 << 53) - 1).float() + 0.5) / (1 << 53)
+        return -(-torch.log1p(-uniform.clamp_max(1 - 2**-24))).log()
 
     def of_row(self, row: int, first: int = 0) -> "GumbelNoise":
         """The noise of one row only, from its `first` position on."""

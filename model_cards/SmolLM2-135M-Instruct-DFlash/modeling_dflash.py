@@ -504,7 +504,7 @@ class DFlashDraftModel(PreTrainedModel):
     def assisted_decoding(self, target, input_ids, **kwargs):
         """transformers' own loop with this drafter's drafts: `generate(custom_generate=drafter.assisted_decoding)`.
 
-        For comparison: it serves one sequence, and the same number of drafts every cycle.
+        For comparison: it serves one sequence, the same number of drafts every cycle, and samples by rejection.
         """
         loop = GenerationMixin._assisted_decoding
         return getattr(loop, "__wrapped__", loop)(target, input_ids, assistant_model=self, **kwargs)
