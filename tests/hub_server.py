@@ -94,6 +94,7 @@ class HubServer:
         settings |= {"ENDPOINT": self.url, "HUGGINGFACE_CO_URL_TEMPLATE": template}
         for name, value in settings.items():
             monkeypatch.setattr(constants, name, value)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made once, for the Hub of that moment
         monkeypatch.setenv("HF_TOKEN", self.token)
 
     def put(self, repo_id: str, files: dict[str, bytes]) -> str:
