@@ -23,13 +23,10 @@ class Probe:
     Attributes:
         kind: what the mistake is about, as in docs/troubleshooting.md.
         changes: entries of config.json and their values.
-        errors: standard errors by which it must be likelier. Of many readings some are likelier by luck; a mistake
-            that people make often needs less proof than one that nobody may ever have made.
     """
 
     kind: str
     changes: dict
-    errors: float = 4.0
 
 
 def variant(drafter, changes: dict):
@@ -102,10 +99,9 @@ def _feature_layers(config, text) -> Iterator[Probe]:
     ids, last = list(config.target_layer_ids), text.num_hidden_layers - 1
     default = default_target_layer_ids(text.num_hidden_layers, len(ids))
     single = [[*ids[:place], ids[place] + shift, *ids[place + 1 :]] for shift in (-1, 1) for place in range(len(ids))]
-    all_shifted = [[i - 1 for i in ids], [i + 1 for i in ids]]
-    for other in (*all_shifted, default, *single):
+    for other in ([i - 1 for i in ids], [i + 1 for i in ids], default, *single):
         if min(other) >= 0 and max(other) <= last:
-            yield Probe("feature layers", {"target_layer_ids": other}, 3.0 if other in all_shifted else 4.0)
+            yield Probe("feature layers", {"target_layer_ids": other})
 
 
 def _mask_tokens(drafter, target, tokenizer) -> Iterator[Probe]:

@@ -18,6 +18,7 @@ LEAST_DRAFTS = 0.05  # accepted drafts a block, absolute
 LEAST_NATS = 0.03  # likelihood of the right tokens; shows a mistake that acceptance alone is too coarse for
 LEAST_FIRST = 0.2  # of first drafts right when all is corrected; a drafter below it is right by chance, see counts()
 STANDARD_ERRORS = 2.5
+LIKELIER_ERRORS = 4.0  # the same for likelihood, as anchors side by side judge the same tokens
 ENOUGH_FIRST = 0.6  # of first drafts right; with fewer, every layer is tried in the place of each feature layer
 LAYERS_TRIED = 8  # in one place, spread over the target
 MOST_SWEEPS = 3  # over the places
@@ -59,7 +60,7 @@ def find_faults(drafter, evidence: Evidence, *, tokenizer=None) -> Findings:
     mistake still keeps all drafts wrong; up to three are put on top of each other. Where first drafts are often wrong
     after that, other feature layers are looked for, one place at a time. A correction is reported where it brings 25%
     more accepted drafts by more than 2.5 standard errors over the anchors, or is likelier by 0.03 nats a token and 4
-    standard errors; 3 where all feature layers are off by one, which is the mistake that people make.
+    standard errors.
 
     Args:
         drafter: one that fits the evidence's target.
@@ -154,10 +155,8 @@ def _standard_error(values: torch.Tensor) -> float:
     return math.inf if len(values) < 2 else (values.std() / len(values) ** 0.5).item()
 
 
-def counts(more: Score, less: Score, errors: float) -> bool:
+def counts(more: Score, less: Score) -> bool:
     """Whether drafts at the same anchors are so much better that less is a fault: by acceptance or by likelihood.
-
-    For likelihood it takes more standard errors (`errors`), as anchors side by side judge the same tokens.
 
     Nothing counts while fewer than one in five first drafts is right: of many readings of an untrained drafter one is
     always luckier than the others, and likelier merely by being less sure.
@@ -169,7 +168,7 @@ def counts(more: Score, less: Score, errors: float) -> bool:
     if enough and _is_clear(more.accepted - less.accepted):
         return True
     likelier = more.likelihood - less.likelihood
-    return gain > -LEAST_DRAFTS and likelier.mean().item() >= LEAST_NATS and _is_clear(likelier, errors)
+    return gain >= 0 and likelier.mean().item() >= LEAST_NATS and _is_clear(likelier, LIKELIER_ERRORS)
 
 
 def is_more(more: torch.Tensor, less: torch.Tensor) -> bool:
@@ -191,7 +190,7 @@ def _keep_what_counts(drafter, evidence: Evidence, before: Score, after: Score, 
         for probe in kept:
             others = [other for other in kept if other is not probe]
             without[id(probe)] = score(corrected(others), evidence) if others else before
-        weak = [probe for probe in kept if not counts(after, without[id(probe)], probe.errors)]
+        weak = [probe for probe in kept if not counts(after, without[id(probe)])]
         if not weak:
             break
         kept.remove(min(weak, key=lambda p: (after.likelihood - without[id(p)].likelihood).mean().item()))
