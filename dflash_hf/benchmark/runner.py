@@ -302,7 +302,7 @@ def top2_gap(target, plain: list[int], other: list[int], block_size: int) -> dic
 
 
 def _efficiency(target, drafter, report: Report, methods: list[Method], batches: list[Batch]) -> dict | None:
-    """Cycle efficiency of the first constant method that ran full blocks, on the first batch."""
+    """Cycle efficiency of `constant`, which checks full blocks, on the first batch; None where it did not run."""
     method = next((m for m in methods if m.name == "constant"), None)
     runs = [run for run in report.runs if run["method"] == "constant" and run["cycles"]]
     if method is None or not runs:

@@ -300,13 +300,12 @@ class Drafting:
         logits_processor: the call's processors.
         shown: `[B, n]` bool, which of the columns that the target's cache held before this call are real tokens;
             None for none.
-        head: the target's LM head, or what computes the same.
     """
 
-    def __init__(self, drafter, target, generation_config, logits_processor, num_rows: int, shown=None, head=None):
+    def __init__(self, drafter, target, generation_config, logits_processor, num_rows: int, shown=None):
         self.drafter = with_few_rows_kernels(drafter)
         self.target_embeddings = target.get_input_embeddings()
-        self.target_head = target.get_output_embeddings() if head is None else head
+        self.target_head = target.get_output_embeddings()  # or what computes the same
         self.vocab_size = drafter.config.vocab_size
         self.feature_indices = [i + 1 for i in drafter.config.target_layer_ids]
         self.do_sample = generation_config.do_sample

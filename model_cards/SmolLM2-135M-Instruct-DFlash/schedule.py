@@ -214,7 +214,8 @@ class Schedule:
     def note_cycle(self, k: int, drafted: bool, draft_s: float, verify_s: float, tokens: int) -> None:
         """A cycle that checked k drafts is over, with `tokens` for all rows.
 
-        The first one of a call is not representative and is left out.
+        The first one of a call is not representative and is left out, but for a pair whose plain steps are being
+        timed, of which the shortest counts.
         """
         costs, pair, first, self._first = self.costs, self.pair, self._first, False
         if first and len(costs.plain_s) == _PLAIN_STEPS:
