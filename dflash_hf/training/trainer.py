@@ -133,9 +133,8 @@ class DFlashTrainingArguments(TrainingArguments):
             )
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {
-            "hub_token": None
-        }  # the Trainer saves its arguments beside the model, and uploads both
+        # The Trainer saves its arguments beside the model, and uploads both.
+        return self.__dict__ | {"hub_token": None}
 
 
 class SampleDataset(torch.utils.data.Dataset):
