@@ -557,6 +557,14 @@ def test_push_to_hub_loads_at_every_step_and_says_what_it_is(target, samples, mo
         trainer = DFlashTrainer(
             make_drafter(initializer_range=0.05), target, arguments(tmp_path / "out", **settings), data, {"held": data}
         )
+
+        class Wait(TrainerCallback):
+            """Uploads read the output folder in the background, where the next step may have written already."""
+
+            def on_save(self, args, state, control, **kwargs):
+                trainer.push_in_progress.wait_until_done()
+
+        trainer.add_callback(Wait())
         trainer.train()
         repo = hub.repos["me/drafter"]
         first = next(sha for sha, tree in repo.commits.items() if "model.safetensors" in tree)
