@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -21,8 +20,9 @@ ATTENTION = "blocks_at_anchors"  # the drafter refuses names with "flash" in the
 IGNORE = -100
 # Queries of one call of sdpa on a CPU: its mask has this many rows, and a group's keys end at its last anchor.
 QUERIES_IN_A_GROUP = 128
-# Logits that are there at a time: 64 MB in float32, whatever the vocabulary is. Their loss needs about ten times that.
-LOGITS_IN_A_CHUNK = 2**24
+# Logits that are there at a time: 16 MB in float32, which a CPU's caches hold better than more, but rows enough that
+# reading the head's weight is worth it. Their loss needs about seven times that.
+LOGITS_IN_A_CHUNK, ROWS_IN_A_CHUNK = 2**22, {"cpu": 64, "cuda": 256}
 
 
 def loss_decay(block_size: int) -> float:
@@ -321,12 +321,10 @@ class _Chunked(torch.autograd.Function):
         gradient = torch.empty_like(states) if wants_gradient else None
         for start in range(0, len(states), rows):
             part = slice(start, start + rows)
-            with torch.set_grad_enabled(wants_gradient):
-                chunk = states[part].detach().requires_grad_(wants_gradient)
-                loss = loss_of(chunk, part)
+            loss, of_part = loss_of(states[part].detach(), part, wants_gradient)
             if gradient is not None:
-                (gradient[part],) = torch.autograd.grad(loss, chunk)
-            total += loss.detach()
+                gradient[part] = of_part
+            total += loss
         ctx.save_for_backward(gradient)
         return total
 
@@ -342,7 +340,8 @@ def weighted_loss(
     weights: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
     vocab_size: int,
-    teacher: Callable[[slice], torch.Tensor] | None = None,
+    teacher: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    teachers: torch.Tensor | None = None,
     distillation_weight: float = 0.0,
 ) -> torch.Tensor:
     """Sum over rows of weight x ((1 - a) cross-entropy + a KL(target || drafter)), a the distillation weight.
@@ -351,25 +350,48 @@ def weighted_loss(
         states: `[M, D]`, of slots that have a label.
         labels: `[M]` long.
         weights: `[M]` float32.
-        head: frozen; states `[m, D]` to logits `[m, V]`.
+        head: frozen; states `[m, D]` to logits `[m, V]`, row by row. Tokens that it never gives are -inf in every row.
         vocab_size: V, which says how many rows are done at a time.
-        teacher: rows to the target's logits `[m, V]`; needed where `distillation_weight` is above 0.
+        teacher: positions `[u]` to the target's logits `[u, V]`; needed where `distillation_weight` is above 0.
+        teachers: `[M]` long, the position from which the target predicts each label. Blocks overlap, so a position
+            occurs several times in a chunk; the teacher is asked for it once.
 
     Returns:
         A float32 scalar.
     """
+    a = distillation_weight
 
-    def loss_of(chunk, part):
-        logits = head(chunk).float()
-        losses = F.cross_entropy(logits, labels[part], reduction="none")
-        if distillation_weight > 0:
-            with torch.no_grad():
-                wanted = teacher(part).float().log_softmax(-1)
-            divergence = F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True)
-            # A reduced draft vocabulary cannot give the tokens that it does not hold.
-            divergence = divergence.masked_fill(logits == float("-inf"), 0.0).sum(-1)
-            losses = (1 - distillation_weight) * losses + distillation_weight * divergence
-        return (losses * weights[part]).sum()
+    def loss_of(chunk, part, wants_gradient):
+        with torch.set_grad_enabled(wants_gradient):
+            chunk = chunk.requires_grad_(wants_gradient)
+            logits = head(chunk).float()
+        with torch.no_grad():
+            log_q = logits.log_softmax(-1)
+            losses = (a - 1) * log_q.gather(1, labels[part, None])[:, 0]
+            mass = None  # of the target's distribution on the tokens that the head gives, where it is not 1
+            if a > 0:
+                positions, which = teachers[part].unique(return_inverse=True)
+                log_p = teacher(positions).float().log_softmax(-1)
+                p, known = log_p.exp(), log_q
+                negentropy = (p * log_p).sum(-1)
+                absent = logits[0] == float("-inf")
+                if absent.any():  # a reduced draft vocabulary: tokens that it does not hold leave the divergence
+                    p, known = p.masked_fill(absent, 0.0), log_q.masked_fill(absent, 0.0)
+                    negentropy, mass = (p * log_p).sum(-1), p.sum(-1)[which, None]
+                p = p[which]
+                losses = losses + a * (negentropy[which] - torch.linalg.vecdot(p, known))
+            total = (losses * weights[part]).sum()
+            if not wants_gradient:
+                return total, None
+            # By the logits: softmax minus the distribution that is wanted. In place, as memory traffic is what costs.
+            gradient = log_q.exp_()
+            if a > 0:
+                if mass is not None:
+                    gradient.mul_(1 - a + a * mass)
+                gradient.sub_(p, alpha=a)
+            gradient.scatter_add_(1, labels[part, None], torch.full_like(losses, a - 1)[:, None])
+        (of_states,) = torch.autograd.grad(logits, chunk, gradient)
+        return total, of_states * weights[part, None].to(of_states)
 
-    rows = max(1, LOGITS_IN_A_CHUNK // vocab_size)
+    rows = max(ROWS_IN_A_CHUNK.get(states.device.type, 1), LOGITS_IN_A_CHUNK // vocab_size)
     return _Chunked.apply(states, loss_of, rows, torch.is_grad_enabled() and states.requires_grad)

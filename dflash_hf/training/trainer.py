@@ -305,10 +305,9 @@ class DFlashTrainer(Trainer):
             return (loss, None) if return_outputs else loss
         teacher = None
         if self.args.distillation_weight > 0:
-            rows = blocks.final[blocks.teachers[there]]
 
-            def teacher(part):
-                return self.head.of_target(rows[part])
+            def teacher(positions):
+                return self.head.of_target(blocks.final[positions])
 
         loss = weighted_loss(
             states[there],
@@ -317,6 +316,7 @@ class DFlashTrainer(Trainer):
             self.head,
             self.head.vocab_size,
             teacher,
+            blocks.teachers[there],
             self.args.distillation_weight,
         )
         total = weights.sum() if num_items_in_batch is None else num_items_in_batch
@@ -487,8 +487,10 @@ class Head:
         weight = self.module.weight
         logits = self.module(final.to(weight.device, weight.dtype)).float()
         # What Cohere, Granite and Gemma do behind their heads.
-        logits = logits * (getattr(self.text, "logit_scale", None) or 1.0)
-        logits = logits / (getattr(self.text, "logits_scaling", None) or 1.0)
+        if scale := getattr(self.text, "logit_scale", None):
+            logits = logits * scale
+        if divisor := getattr(self.text, "logits_scaling", None):
+            logits = logits / divisor
         if cap := getattr(self.text, "final_logit_softcapping", None):
             logits = torch.tanh(logits / cap) * cap
         return logits
