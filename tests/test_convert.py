@@ -307,6 +307,16 @@ FOREIGN = {  # changes to a folder of speculators, damage to it, message
     "pickles only": ({}, pickled, "pytorch_model.bin may run code"),
     "wrong kind of size": ({"layer__hidden_size": "wide"}, None, "config.json holds a value of the wrong kind"),
     "wrong kind of list": ({"speculators_config": "x"}, None, "config.json holds a value of the wrong kind"),
+    "index of numbers": (
+        {},
+        lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}'),
+        "names of files beside it, got 5",
+    ),
+    "index that leaves the folder": (
+        {},
+        lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
+        "names of files beside it, got '../b'",
+    ),
     "index": ({}, lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map, got None"),
     "shards": (
         {},

@@ -208,6 +208,8 @@ DAMAGED = {
         "attention_value_scale=0.5",
     ),
     "block size": (edit_option(block_size="8"), "block_size must be a whole number.*got '8'"),
+    "huge block": (edit_option(block_size=10**9), "block_size must be a whole number from 1 to max_position"),
+    "epsilon as text": (edit(rms_norm_eps="1e-6"), "rms_norm_eps must be a number.*got '1e-6'"),
     "mask beyond": (edit_option(mask_token_id=64), "mask_token_id must be an id of the vocabulary, 0 to 63, got 64"),
     "empty layers": (edit_option(target_layer_ids=[]), r"target_layer_ids must be a list.*got \[\]"),
     "layer names": (edit_option(target_layer_ids=["1"]), "target_layer_ids must be a list"),

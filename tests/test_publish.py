@@ -335,6 +335,15 @@ BAD = {
     "no report": ([], {"measurements": "missing.json"}, "missing.json"),
     "broken card": ([], {}, "README.md: the metadata between the --- lines cannot be read"),
     "no such report": ([], {"measurements": "config.json"}, "is not a report"),
+    "a report without its parts": ([], {"measurements": "part.json"}, "part.json is not a report"),
+    "a card with a number of tags": ([], {}, "README.md: the metadata between the --- lines cannot be read"),
+    "a card with two licenses": ([], {"license": None}, r"README.md: expected one name as license .*'mit'\]"),
+    "data of this machine": ([], {"datasets": ["/home/someone/data.jsonl"]}, "Hub names of the data, got '/home/some"),
+}
+CARDS = {
+    "broken card": "---\nlicense: [\n---\n",
+    "a card with a number of tags": "---\ntags: 5\n---\n",
+    "a card with two licenses": "---\nlicense:\n- apache-2.0\n- mit\n---\n",
 }
 
 
@@ -342,8 +351,10 @@ BAD = {
 def test_bad_input_reaches_no_hub(case, hub, folder, monkeypatch):
     names, changes, message = BAD[case]
     monkeypatch.chdir(folder)
-    if case == "broken card":
-        (folder / "README.md").write_text("---\nlicense: [\n---\n")
+    if case in CARDS:
+        (folder / "README.md").write_text(CARDS[case])
+    parts = {"schema": 1, "summary": {"constant": {}}, "environment": {"cpu": "x"}}
+    (folder / "part.json").write_text(json.dumps(parts))
     if case == "a card of another encoding":
         (folder / "README.md").write_bytes("# Café".encode("latin-1"))
     settings = {"drafter": folder, "repo_id": (names or ["me/drafter"])[0], **SAID} | changes

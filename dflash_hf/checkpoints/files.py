@@ -224,6 +224,8 @@ def _list_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, list[int]]]:
     names = _read_json(index).get("weight_map") if index.is_file() else {}
     if not isinstance(names, dict):
         raise ValueError(f"{index} must map tensors to files in weight_map, got {names!r}.")
+    if odd := [name for name in names.values() if not isinstance(name, str) or Path(name).name != name]:
+        raise ValueError(f"{index} must map tensors to names of files beside it, got {odd[0]!r}.")
     paths = [folder / name for name in sorted(set(names.values()))] or [folder / "model.safetensors"]
     files, shapes = {}, {}
     for path in paths:

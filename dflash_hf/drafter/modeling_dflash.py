@@ -220,8 +220,15 @@ def _is_count(value, least: int = 1) -> bool:
 
 def _refuse_odd_values(config: DFlashConfig) -> None:
     ids, options = config.target_layer_ids, config.dflash_config
+    eps, most = config.rms_norm_eps, config.max_position_embeddings
     rules = [
-        ("block_size", config.block_size, _is_count(config.block_size), "a whole number from 1 on"),
+        (
+            "block_size",
+            config.block_size,
+            _is_count(config.block_size) and config.block_size <= most,
+            f"a whole number from 1 to max_position_embeddings={most}",
+        ),
+        ("rms_norm_eps", eps, isinstance(eps, int | float) and eps >= 0, "a number from 0 on"),
         (
             "mask_token_id",
             config.mask_token_id,

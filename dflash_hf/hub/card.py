@@ -31,21 +31,29 @@ class Measurements:
     """
 
     def __init__(self, path: str | os.PathLike):
+        odd = ValueError(f"{path} is not a report of this version's `dflash-hf bench --out`; measure again.")
         try:
             self.report = json.loads(Path(path).read_text(encoding="utf-8"))
             known = self.report["schema"] == 1 and self.report["summary"] and self.report["environment"]
         except (KeyError, TypeError, ValueError):
             known = False
         if not known:
-            raise ValueError(f"{path} is not a report of this version's `dflash-hf bench --out`; measure again.")
+            raise odd
         # Simulated drafts say nothing about this drafter. Tau is of full blocks, so that drafters compare; the speed
         # is that of what generate() does by itself: adaptive when greedy.
         self.methods = [name for name in self.report["summary"] if "tau=" not in name]
         self.method = next((name for name in self.methods if name.split()[0] == "constant"), None)
         if self.method is None:
             raise ValueError(f"{path} has no run of the method `constant`, which tau is counted on.")
-        greedy = not self.report["settings"]["sampling"]["do_sample"]
-        self.default = "adaptive" if greedy and "adaptive" in self.methods else self.method
+        try:
+            greedy = not self.report["settings"]["sampling"]["do_sample"]
+            self.default = "adaptive" if greedy and "adaptive" in self.methods else self.method
+            self.target, self.drafter = (self.report[role]["name"] for role in ("target", "drafter"))
+            self.parameters = self.report["drafter"]["parameters"]
+            self.eval_results()  # whatever the card will ask of it
+            self.markdown([])
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise odd from None
 
     @property
     def prompts(self) -> str:

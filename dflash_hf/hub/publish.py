@@ -107,10 +107,16 @@ def _write(stage, drafter, repo_id, measurements, base_model, license, datasets,
         readme = checkpoint.folder / "README.md"
         written = _text(readme) if readme.is_file() else None
         said = _metadata(readme, written)
+        for name, given in (("base_model", base_model), ("license", license)):
+            if given is None and not isinstance(said.get(name) or "", str):
+                raise ValueError(f"{readme}: expected one name as {name} in the metadata, got {said[name]!r}.")
+        for name in datasets or ():
+            if not re.fullmatch(r"([\w.-]+/)?[\w.-]+", name):
+                raise ValueError(f"Expected Hub names of the data, got {name!r}: leave out what is not on the Hub.")
         if base_model is not None and not hub_name(base_model):
             raise ValueError(f"Expected the target's name on the Hub as base_model, got {base_model!r}.")
         candidates = [base_model, said.get("base_model"), checkpoint.target]
-        candidates.append(measured.report["target"]["name"] if measured else None)
+        candidates.append(measured.target if measured else None)
         base_model = next(filter(hub_name, candidates), None)
         license = license or said.get("license")
         for name, value, example in (
@@ -156,10 +162,14 @@ def _text(readme: Path) -> str:
 
 def _metadata(readme: Path, written: str | None) -> dict:
     try:
-        return ModelCard(written).data.to_dict() if written else {}
-    except (ValueError, yaml.YAMLError) as error:
+        said = ModelCard(written).data.to_dict() if written else {}
+    except (TypeError, ValueError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"{readme}: the metadata between the --- lines cannot be read ({problem}).") from None
+    bases = said.get("base_model")
+    if isinstance(bases, list) and len(bases) == 1:
+        said["base_model"] = bases[0]
+    return said
 
 
 def _include(folder: Path, stage: Path, patterns: Iterable[str], needed: bool = True) -> None:
@@ -187,11 +197,10 @@ def _add_license(stage: Path, license: str) -> None:
 
 
 def _check_fits(measured: Measurements, checkpoint: Checkpoint) -> None:
-    theirs = measured.report["drafter"]
-    if theirs["parameters"] != checkpoint.num_parameters:
+    if measured.parameters != checkpoint.num_parameters:
         raise ValueError(
-            f"The measurements are of another drafter ({theirs['name']}, {theirs['parameters']} parameters); this one "
-            f"has {checkpoint.num_parameters}. Measure this one."
+            f"The measurements are of another drafter ({measured.drafter}, {measured.parameters} parameters); "
+            f"this one has {checkpoint.num_parameters}. Measure this one."
         )
 
 

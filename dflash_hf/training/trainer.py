@@ -338,9 +338,11 @@ class DFlashTrainer(Trainer):
         fc, linear = T * self.drafter.fc.weight.numel(), config.num_hidden_layers * (T * kv + N * L * layer)
         seen = int((blocks.visible[:, 1] - blocks.visible[:, 0] + L).sum()) * L  # pairs of query and key
         attention = config.num_hidden_layers * seen * 2 * config.num_attention_heads * head_dim
-        labels = int((blocks.labels != IGNORE).sum())
-        head = labels * self.head.vocab_size * D
-        return 4 * fc + 6 * (linear + attention) + (6 if self.args.distillation_weight > 0 else 4) * head
+        there = blocks.labels != IGNORE
+        rows = 4 * int(there.sum())
+        if self.args.distillation_weight > 0:  # a position once, however many blocks hold it
+            rows += 2 * len(blocks.teachers[there].unique())
+        return 4 * fc + 6 * (linear + attention) + rows * self.head.vocab_size * D
 
     def _compute_features(self, blocks: Blocks, items: list[dict]) -> None:
         distils = self.args.distillation_weight > 0
