@@ -450,7 +450,7 @@ def test_bad_settings_are_refused_before_anything_runs(settings, message):
 
 def test_bad_sampling_and_a_missing_folder(tmp_path):
     for settings in ({"temperature": 0}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}):
-        with pytest.raises(ValueError, match="Expected temperature > 0"):
+        with pytest.raises(ValueError, match="Expected a finite temperature > 0"):
             Sampling(do_sample=True, **settings)
     with pytest.raises(FileNotFoundError, match="no folder"):
         bench(make_target("llama"), make_drafter(), prompts(1), out=tmp_path / "absent" / "bench.json")

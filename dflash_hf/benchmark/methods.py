@@ -45,9 +45,9 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not self.temperature > 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not 0 < self.temperature < float("inf") or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
-                "Expected temperature > 0, top_k >= 0 and 0 < top_p <= 1, got "
+                "Expected a finite temperature > 0, top_k >= 0 and 0 < top_p <= 1, got "
                 f"{self.temperature}, {self.top_k} and {self.top_p}; for greedy decoding set do_sample=False."
             )
 

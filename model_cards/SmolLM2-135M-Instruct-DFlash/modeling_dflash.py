@@ -584,7 +584,7 @@ class DFlashDraftModel(PreTrainedModel):
             "num_attention_heads": text.num_attention_heads,
             "num_key_value_heads": getattr(text, "num_key_value_heads", None),
             "head_dim": getattr(text, "head_dim", None),
-            "max_position_embeddings": getattr(text, "max_position_embeddings", 40960),
+            "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 40960,
             "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},
             "num_target_layers": text.num_hidden_layers,
