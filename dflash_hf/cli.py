@@ -546,7 +546,7 @@ class one_line_errors:
         pass
 
     def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, (ValueError, OSError, ModuleNotFoundError, ArgumentError)):
+        if isinstance(error, (ValueError, OSError, ImportError, ArgumentError)):
             typer.secho(f"Error: {' '.join(str(error).split())}", fg="red", err=True)
             raise typer.Exit(1) from None
 

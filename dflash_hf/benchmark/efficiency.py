@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from ..drafter.cache import DFlashContextCache
-from ..drafter.kernels import FewRowsLinear, with_few_rows_kernels
+from ..drafter.kernels import FewRowsLinear, with_cpu_kernels
 from .probe import Clock
 
 PADDED_ROWS = 16  # float32 on the CPU: sixteen rows take a faster kernel than four to twelve do
@@ -208,7 +208,7 @@ def with_kernels(model: nn.Module, rows: int, copies: bool) -> tuple[nn.Module, 
         the second object, and the names of the kernels by shape of the weight. Subclasses of `nn.Linear` (quantized
         ones, say) are left alone.
     """
-    twin, chosen = with_few_rows_kernels(model), {}
+    twin, chosen = with_cpu_kernels(model), {}
     head = getattr(twin, "get_output_embeddings", lambda: None)()
     for module in twin.modules():
         if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, FewRowsLinear):

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from .cache import DFlashContextCache
-from .kernels import with_few_rows_kernels
+from .kernels import with_cpu_kernels
 
 logger = logging.get_logger(__name__)
 
@@ -303,7 +303,7 @@ class Drafting:
     """
 
     def __init__(self, drafter, target, generation_config, logits_processor, num_rows: int, shown=None):
-        self.drafter = with_few_rows_kernels(drafter)
+        self.drafter = with_cpu_kernels(drafter)
         self.target_embeddings = target.get_input_embeddings()
         self.target_head = target.get_output_embeddings()  # or what computes the same
         self.vocab_size = drafter.config.vocab_size

@@ -13,6 +13,9 @@ from collections import deque
 _BINS = 16  # of the drafter's confidence
 _WINDOW, _KEPT = 32, 8  # drafted cycles that give the drafting rate, and how many of them outlast a pause
 _PLAIN_STEPS, _PLAIN_EVERY = 3, 64  # how many are timed before the first draft; cycles until another one is
+# Drafts are asked for up to so many beyond the longest of so many last lengths: for a batch, the LM head over drafts
+# that nobody will check takes a tenth of a cycle.
+_BEYOND, _LENGTHS = 2, 8
 
 # Drafting stops when it has lost so much time against plain decoding, counted in plain steps from where it last stood
 # best, as a CUSUM test does (Page 1954). A text that drafts suit does not build up credit for one that they do not.
@@ -163,6 +166,7 @@ class Schedule:
         pair.lost = max(pair.lost, _PATIENCE - pair.grant())
         pair.waits = 0
         self._num_drafts, self._first = num_drafts, True
+        self._lengths: deque[int] = deque([num_drafts], maxlen=_LENGTHS)
         self.costs = self._costs_of(num_rows)
         self.costs.new_call()
 
@@ -192,6 +196,10 @@ class Schedule:
             return False
         return True
 
+    def most(self) -> int:
+        """How many drafts of the block to ask for."""
+        return min(self._num_drafts, max(self._lengths) + _BEYOND)
+
     def length(self, confidences: list[list[float]]) -> int:
         """How many of the drafts to check, given each row's confidence slot by slot."""
         rate, expected, chances = self.rate(), float(self.num_rows), [1.0] * self.num_rows
@@ -204,6 +212,7 @@ class Schedule:
             value = expected - rate * self.costs.verify(k, doubt=0.5)
             if value > best_value:
                 best, best_value, self._expected = k, value, expected
+        self._lengths.append(best)
         return best
 
     def note_right(self, confidence: list[float], right: int) -> None:

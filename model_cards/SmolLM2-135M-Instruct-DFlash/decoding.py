@@ -469,6 +469,7 @@ def decode(
             here = [lengths[row] for row in rows]
             if limit > 0 and (schedule is None or schedule.wants_draft()):
                 drafted = True
+                limit = limit if schedule is None else min(limit, schedule.most())
                 histories = [ids[row : row + 1, : lengths[row]] for row in rows]
                 noise = noise_for(rows, here, limit + 1) if coupled else None
                 drafts, *drawn_from = drafting.draft(anchors, limit, histories, noise)

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from .cache import SlotLayer
-from .kernels import FEW_ROWS, with_few_rows_kernels
+from .kernels import with_cpu_kernels
 
 # Families whose masks `SlotPass` can make, each tested: a mask for each layer type, or a single one for all layers.
 ONE_MASK_EACH_TYPE = ("gemma2", "gemma3_text", "gpt_oss", "qwen2", "qwen2_5_vl", "qwen3", "smollm3")
@@ -52,7 +52,7 @@ class SlotPass:
 
     def __init__(self, target, cache, model_kwargs, num_ids: int, max_length: int, block_size: int):
         # The prefill went through the target, so its hooks for hidden states are there for the twin to share.
-        self.target, self.twin, self.cache = target, with_few_rows_kernels(target), cache
+        self.target, self.twin, self.cache = target, with_cpu_kernels(target), cache
         self.num_columns = int(cache.get_seq_length())
         self.offset = self.num_columns - num_ids  # from a column of the ids to one of the cache
         mask = model_kwargs.get("attention_mask")
@@ -85,9 +85,8 @@ class SlotPass:
             layer.expect(columns.to(layer.device), first, total)
         # Columns behind the length limit carry nothing that will be used, but a learned position must exist.
         position_ids = self.last_position + columns.clamp_max(self.last_column) - (self.num_columns - 1)
-        target = self.twin if block.numel() in FEW_ROWS else self.target
-        with target._optimize_model_for_decode():
-            return target(
+        with self.twin._optimize_model_for_decode():
+            return self.twin(
                 input_ids=block,
                 attention_mask=self._masks(length, first, total),
                 position_ids=position_ids,
