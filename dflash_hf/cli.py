@@ -15,6 +15,7 @@ from . import __version__
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 _SCHEDULE_HELP = "As many drafts as pay, or always as many; unset: as the drafter says."
+_DEVICE_HELP = "cpu, cuda, ...; auto: spread over all there are (not run on several); unset: CUDA where it is there."
 
 
 def _show_version(wanted: bool) -> None:
@@ -45,14 +46,14 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Go on from PROMPT as it is, without the chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the best token.")] = False,
-    temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="With --sample; 0: off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="With --sample; 1: off.")] = 1.0,
+    temperature: Annotated[float | None, typer.Option(help="With --sample; unset: 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="With --sample; unset or 0: off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="With --sample; unset or 1: off.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="With --sample.")] = 0,
     schedule: Annotated[Literal["adaptive", "constant"] | None, typer.Option(help=_SCHEDULE_HELP)] = None,
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of target and drafter: auto, float32, bfloat16, ...")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    device: Annotated[str | None, typer.Option(help=_DEVICE_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object, and nothing while it runs.")] = False,
 ) -> None:
     """Answer PROMPT, accepted drafts shaded, with tokens a second and tau at the end.
@@ -67,7 +68,7 @@ def generate(
         prompt = sys.stdin.read() if prompt == "-" else prompt
         if not prompt.strip():
             raise ValueError("The prompt is empty: expected some text.")
-        options = _generate_options(max_new_tokens, sample, temperature, top_k, top_p, seed)
+        options = _generate_options(max_new_tokens, seed, sample, temperature=temperature, top_k=top_k, top_p=top_p)
         pair = _load_pair(target, drafter, schedule, gguf_file=gguf_file, dtype=dtype, device=device)
         ids = terminal.encode(pair[2], prompt if raw else [{"role": "user", "content": prompt}])
         done = terminal.answer(*pair, ids, _silent if as_json else terminal.shaded(Console()), **options)
@@ -85,14 +86,14 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message; unset: the chat template's own.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 1024,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the best token.")] = False,
-    temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="With --sample; 0: off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="With --sample; 1: off.")] = 1.0,
+    temperature: Annotated[float | None, typer.Option(help="With --sample; unset: 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="With --sample; unset or 0: off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="With --sample; unset or 1: off.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="With --sample.")] = 0,
     schedule: Annotated[Literal["adaptive", "constant"] | None, typer.Option(help=_SCHEDULE_HELP)] = None,
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of target and drafter: auto, float32, bfloat16, ...")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    device: Annotated[str | None, typer.Option(help=_DEVICE_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object a turn, and nothing else.")] = False,
 ) -> None:
     """Talk with TARGET, a line a turn. Ctrl-C breaks an answer off, Ctrl-D ends the talk.
@@ -104,7 +105,7 @@ def chat(
     from . import terminal
 
     with one_line_errors():
-        options = _generate_options(max_new_tokens, sample, temperature, top_k, top_p, seed)
+        options = _generate_options(max_new_tokens, seed, sample, temperature=temperature, top_k=top_k, top_p=top_p)
         pair = _load_pair(target, drafter, schedule, gguf_file=gguf_file, dtype=dtype, device=device)
         talk = terminal.Conversation(*pair, system=system)
         while (line := _read_line("" if as_json or not sys.stdin.isatty() else "> ")) is not None:
@@ -127,27 +128,26 @@ def answer(
     out: Annotated[Path, typer.Argument(help="JSONL file to append the samples to.")],
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, ...")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    device: Annotated[str | None, typer.Option(help=_DEVICE_HELP)] = None,
     split: Annotated[str, typer.Option(help="Of the data set.")] = "train",
     column: Annotated[str | None, typer.Option(help="Text column that holds the user turn.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Take the first prompts only.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 2048,
-    batch_size: Annotated[int, typer.Option(help="Conversations in a batch.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Conversations in a batch.")] = 64,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the best token.")] = False,
-    temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
+    temperature: Annotated[float | None, typer.Option(help="With --sample; unset: 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="With --sample; unset or 1: off.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="With --sample.")] = 0,
 ) -> None:
     """Let TARGET answer PROMPTS: the training data of its drafter. Call it again after an interruption.
 
     Example: dflash-hf answer Qwen/Qwen3-8B prompts.jsonl answers.jsonl --max-new-tokens 1024
     """
-    from .benchmark import Sampling
     from .training import answers
 
     with one_line_errors():
-        Sampling(sample, temperature, 0, top_p)  # refuses odd values before anything is made
+        sampling = _sampling(sample, temperature=temperature, top_p=top_p)
         questions = answers.read_prompts(prompts, split=split, column=column)[:limit]
         model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
         run = answers.answer(
@@ -159,8 +159,8 @@ def answer(
             max_prompt_tokens=max_prompt_tokens,
             batch_size=batch_size,
             do_sample=sample,
-            temperature=temperature,
-            top_p=top_p,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
             seed=seed,
             progress=True,
         )
@@ -179,7 +179,7 @@ def features(
     storage: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, ...")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    device: Annotated[str | None, typer.Option(help=_DEVICE_HELP)] = None,
     skip: Annotated[int, typer.Option(min=0, help="Leave out the first answers.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Take this many answers.")] = None,
 ) -> None:
@@ -224,6 +224,7 @@ def train(
 
     Example: dflash-hf train Qwen/Qwen3-8B --data answers.jsonl --output_dir my-drafter
     """
+    import torch
     from transformers import HfArgumentParser, set_seed
 
     from . import DFlashDraftModel
@@ -246,7 +247,7 @@ def train(
             raise ValueError(f"Each set of --eval-data is evaluated under its name, and two share one: {eval_data}.")
         if arguments.eval_strategy != "no" and not held_out:
             raise ValueError(f"--eval_strategy {arguments.eval_strategy.value} needs held-out answers as --eval-data.")
-        drafter = None if init_from is None else load_drafter(init_from).float()
+        drafter = None if init_from is None else load_drafter(init_from, dtype=torch.float32)
         set_seed(arguments.seed)  # a fresh drafter's weights are drawn before the trainer sets it
         device = device or str(arguments.device)  # of this process, where several were launched
         model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
@@ -274,24 +275,24 @@ def bench(
     assistant: Annotated[str | None, typer.Option(help="Folder or Hub name of a small language model.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of target and drafter: auto, float32, bfloat16, ...")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    device: Annotated[str | None, typer.Option(help=_DEVICE_HELP)] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
     split: Annotated[str, typer.Option(help="Of the data set.")] = "test",
     column: Annotated[str | None, typer.Option(help="Text column that holds the user turn.")] = None,
     categories: Annotated[str | None, typer.Option(help="Comma-separated: take these only.")] = None,
-    per_category: Annotated[int | None, typer.Option(help="Take the first prompts of each category.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Of every prompt.")] = 128,
-    repeats: Annotated[int, typer.Option(help="Rounds over all prompts.")] = 1,
-    batch_size: Annotated[int, typer.Option(help="Prompts in a batch.")] = 1,
+    per_category: Annotated[int | None, typer.Option(min=1, help="Take the first prompts of each category.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Take the first prompts only.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of every prompt.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds over all prompts.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts in a batch.")] = 1,
     block_lengths: Annotated[str | None, typer.Option(help="Comma-separated num_assistant_tokens values.")] = None,
     contexts: Annotated[str | None, typer.Option(help="Comma-separated prompt lengths to fill up to.")] = None,
     simulated_tau: Annotated[str | None, typer.Option(help="Comma-separated; drafts right as often as asked.")] = None,
     efficiency: Annotated[bool, typer.Option("--efficiency", help="Measure the cycle efficiency too.")] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the best token.")] = False,
-    temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="With --sample; 0: off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="With --sample; 1: off.")] = 1.0,
+    temperature: Annotated[float | None, typer.Option(help="With --sample; unset: 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="With --sample; unset or 0: off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="With --sample; unset or 1: off.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of sampling, simulation and intervals.")] = 0,
 ) -> None:
     """Measure DRAFTER on PROMPTS against plain decoding and its peers. Ctrl-C keeps what was measured.
@@ -303,7 +304,6 @@ def bench(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from . import DFlashDraftModel
     from . import benchmark as b
 
     with one_line_errors():
@@ -321,14 +321,14 @@ def bench(
             split=split,
             column=column,
         )
-        sampling = b.Sampling(sample, temperature, top_k, top_p)
-        model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device=device)
-        like_target = {"dtype": model.dtype}
+        sampling = _sampling(sample, temperature=temperature, top_k=top_k, top_p=top_p)
+        model, assistant_model, tokenizer = _load_pair(
+            target, drafter, gguf_file=gguf_file, dtype=dtype, device=device
+        )
+        assistant_model.check_target(model)
         small = None
         if assistant is not None:
-            small = AutoModelForCausalLM.from_pretrained(assistant, **like_target).to(model.device).eval()
-        assistant_model = DFlashDraftModel.from_pretrained(drafter, **like_target).to(model.device).eval()
-        assistant_model.check_target(model)
+            small = AutoModelForCausalLM.from_pretrained(assistant, dtype=model.dtype).to(model.device).eval()
         report = b.bench(
             model,
             assistant_model,
@@ -428,7 +428,7 @@ def check(
     other_target: Annotated[list[str] | None, typer.Option(help="Try this target too; may be repeated.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="File in TARGET that holds the weights as GGUF.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, ...")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; CUDA where it is there.")] = None,
+    device: Annotated[str | None, typer.Option(help=_DEVICE_HELP)] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Take the first prompts only.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=3, help="Of every prompt.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of the comparison with plain decoding.")] = 1,
@@ -481,25 +481,39 @@ def _read_line(prompt: str) -> str | None:
         return None
 
 
-def _generate_options(max_new_tokens: int, sample: bool, temperature: float, top_k: int, top_p: float, seed: int):
+def _sampling(sample: bool, **options: Any):
+    """The `benchmark.Sampling` that the options ask for, None being unset.
+
+    Raises:
+        ValueError: a value out of its range, or one is given and nothing is sampled.
+    """
+    from .benchmark import Sampling
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and not sample:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"Without --sample nothing is sampled, and {names} would be ignored: add --sample.")
+    return Sampling(sample, **given)
+
+
+def _generate_options(max_new_tokens: int, seed: int, sample: bool, **options: Any) -> dict[str, Any]:
     """For `generate()`; seeds torch."""
     import torch
 
-    from .benchmark import Sampling
-
     torch.manual_seed(seed)
-    return {"max_new_tokens": max_new_tokens, **Sampling(sample, temperature, top_k, top_p).options}
+    return {"max_new_tokens": max_new_tokens, **_sampling(sample, **options).options}
 
 
-def _load_pair(target: str, drafter: str, schedule: str | None, **where) -> tuple[Any, Any, Any]:
+def _load_pair(target: str, drafter: str, schedule: str | None = None, **where) -> tuple[Any, Any, Any]:
     """`(target, drafter, tokenizer)` in one dtype on one device; `where` as for `load_target`."""
-    from .checkpoints import load_drafter
+    from . import checkpoints
 
-    assistant = load_drafter(drafter)  # first: what is wrong with it shows before a large target is there
+    checkpoints.read(drafter)  # first: what is wrong with it shows before a large target is there
+    model, tokenizer = load_target(target, **where)
+    assistant = checkpoints.load_drafter(drafter, dtype=model.dtype).to(model.device)
     if schedule is not None:
         assistant.generation_config.num_assistant_tokens_schedule = schedule
-    model, tokenizer = load_target(target, **where)
-    return model, assistant.to(device=model.device, dtype=model.dtype), tokenizer
+    return model, assistant, tokenizer
 
 
 def _refuse_a_model(folder: Path) -> None:
@@ -558,9 +572,11 @@ def load_target(name: str, *, gguf_file: str | None = None, dtype: str = "auto",
         name: folder or Hub name; or the path of a GGUF file, in a folder or behind a Hub name.
         gguf_file: the file's name in there; needs the package `gguf`.
         dtype: a torch dtype's name, or "auto" for the one that the weights were saved in (GGUF: float32).
-        device: a torch device's name; unset: CUDA where it is there, else the CPU.
+        device: a torch device's name; unset: CUDA where it is there, else the CPU. "auto" spreads the layers over all
+            devices there are by accelerate, which must be installed; that was run on a CPU alone.
 
     Raises:
+        ImportError: a package that is needed for this is not installed.
         OSError: there is no such model.
         ValueError: a file of it is damaged, weights are missing, or `dtype` or `device` cannot be had.
 
@@ -583,15 +599,18 @@ def load_target(name: str, *, gguf_file: str | None = None, dtype: str = "auto",
     if dtype != "auto" and not (isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize > 1):
         raise ValueError(f"Expected auto or a dtype such as float32, bfloat16 or float16, got {dtype!r}.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"The device {device!r} cannot be had here: {str(error).splitlines()[0]}.") from None
-    options = {}
+    options: dict[str, Any] = {}
+    if device == "auto":
+        options["device_map"] = "auto"
+    else:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"The device {device!r} cannot be had here: {str(error).splitlines()[0]}.") from None
     if gguf_file is not None:
         dtype = "float32" if dtype == "auto" else dtype
         # Otherwise the model counts as quantized: it could not be saved.
-        options = {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+        options |= {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below, in one line
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, gguf_file=gguf_file)
@@ -607,4 +626,4 @@ def load_target(name: str, *, gguf_file: str | None = None, dtype: str = "auto",
             f"{name} does not hold the weights of a {type(model).__name__}: {len(lacking)} tensors are missing or of "
             f"another shape, such as {lacking[0]}. It is incomplete, or of another kind."
         )
-    return model.to(device).eval(), tokenizer
+    return (model if device == "auto" else model.to(device)).eval(), tokenizer

@@ -25,9 +25,9 @@ class Answer:
         text: without special tokens.
         ids: the new token ids.
         accepted: for each of them, whether it is an accepted draft. The last token of a target pass is counted as the
-            target's own, as in `run`.
+            target's own, as in `run`. None is where the call was decoded without the drafter.
         seconds: wall clock of the `generate()` call, the prompt included.
-        run: the drafter's figures.
+        run: the drafter's figures; it has no target passes where the call was decoded without the drafter.
     """
 
     text: str
@@ -41,12 +41,19 @@ class Answer:
         """New tokens over the time of the call, the prompt's pass included."""
         return len(self.ids) / self.seconds
 
+    @property
+    def target_passes(self) -> int:
+        """Of the target, the prompt's included; one a token where the call was decoded without the drafter."""
+        return self.run.target_passes or len(self.ids)
+
     def __str__(self) -> str:
         run = self.run
         tau = "no cycle after the prompt" if math.isnan(run.tau) else f"tau {run.tau:.2f}"
+        if not run.target_passes:
+            tau = "decoded without the drafter"
         return (
             f"{len(self.ids)} tokens in {self.seconds:.2f} s ({self.tokens_per_second:.1f} tokens/s), {tau}; "
-            f"{run.target_passes} target passes, {run.drafted_cycles} with drafts"
+            f"{self.target_passes} target passes, {run.drafted_cycles} with drafts"
         )
 
     def to_json(self) -> str:
@@ -60,7 +67,7 @@ class Answer:
                 "seconds": self.seconds,
                 "tokens_per_second": self.tokens_per_second,
                 "tau": None if math.isnan(run.tau) else run.tau,
-                "target_passes": run.target_passes,
+                "target_passes": self.target_passes,
                 "drafted_cycles": run.drafted_cycles,
                 "acceptance_by_position": run.acceptance_by_position,
                 "prefill_s": run.prefill_s,
@@ -76,7 +83,8 @@ class AcceptedStreamer(BaseStreamer):
 
     `generate()` hands over the tokens of a target pass one by one and counts the pass in `drafter.last_run` after its
     last one. So a token is an accepted draft where another one of the same pass follows, and each is held back until
-    the next one is there.
+    the next one is there. Before the first pass is counted no token is one: the prompt's pass gives a single token,
+    and no pass is ever counted where `generate()` decodes without the drafter.
 
     Args:
         tokenizer: the target's.
@@ -104,7 +112,7 @@ class AcceptedStreamer(BaseStreamer):
         passes = self.drafter.last_run.target_passes
         for token in value.flatten().tolist():
             if self._held is not None:
-                self._take(self._held[0], accepted=passes == self._held[1])
+                self._take(self._held[0], accepted=0 < self._held[1] == passes)
             self._held = token, passes
 
     def end(self) -> None:

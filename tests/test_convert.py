@@ -237,6 +237,25 @@ def test_a_checkpoint_trained_elsewhere(shared, tmp_path):
     assert meaning(configs[0]) == meaning(configs[1]) and configs[1].num_target_layers == 30
 
 
+@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+def test_a_dtype_is_that_of_the_parameters_and_rope_stays_in_float32(layout, tmp_path):
+    """`drafter.to(dtype)` would round the rotation of every position; what `from_pretrained(dtype=...)` does counts."""
+    save(tmp_path / "z-lab")
+    convert(tmp_path / "z-lab", tmp_path / "speculators", to="speculators", target=TARGET)
+    loaded = load_drafter(tmp_path / layout, dtype=torch.bfloat16)
+    expected = DFlashDraftModel.from_pretrained(tmp_path / "z-lab", dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {loaded.config.dtype} == {torch.bfloat16}
+    assert torch.equal(loaded.rotary_emb.inv_freq, expected.rotary_emb.inv_freq)
+    assert loaded.rotary_emb.inv_freq.dtype == torch.float32 and not loaded.training
+    assert loaded.config.name_or_path == str(tmp_path / layout)
+    inputs = torch.randn(1, 4, HIDDEN), torch.randn(1, 6, 3 * HIDDEN), torch.arange(490, 500)[None]
+    drafts = [drafter(*inputs).last_hidden_state for drafter in (loaded, expected)]
+    rounded = DFlashDraftModel.from_pretrained(tmp_path / "z-lab").to(torch.bfloat16)
+    assert torch.equal(*drafts) and not torch.equal(drafts[0], rounded(*inputs).last_hidden_state)
+    as_it_is = load_drafter(tmp_path / layout)
+    assert {parameter.dtype for parameter in as_it_is.parameters()} == {torch.float32}
+
+
 # What z-lab's layout can say and speculators' cannot.
 UNHELD = {
     "sinks": ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias"),

@@ -18,12 +18,14 @@ from dflash_hf.benchmark.prompts import encode
 from dflash_hf.checkpoints import convert
 from dflash_hf.cli import app
 from dflash_hf.doctor import diagnose, find_faults, gather, score
+from dflash_hf.doctor.formats import other_formats
 from dflash_hf.doctor.mistakes import variant
 from dflash_hf.training.answers import Sample
 from dflash_hf.training.features import target_features
 from dflash_hf.training.trainer import DFlashTrainer, DFlashTrainingArguments, SampleDataset
 from drafters import make_drafter
 from targets import MASK, NUM_LAYERS, PAD, make_target, prompt_ids
+from test_hybrid import HYBRIDS, hybrid
 
 CARD = Path(__file__).resolve().parents[1] / "model_cards" / "SmolLM2-135M-Instruct-DFlash"
 QUESTIONS = [
@@ -35,6 +37,17 @@ QUESTIONS = [
     "Ben has $50. He buys 2 shirts for $12 each. How much money does he have left?",
     "There are 28 children in a class, and a quarter of them wear glasses. How many children do not wear glasses?",
     "A garden has 6 rows of 9 tulips. Rain ruins 11 tulips. How many tulips are left?",
+]
+# For mistakes that cost little.
+MORE_QUESTIONS = [
+    "A shop sells apples at 3 for $2. How much do 18 apples cost?",
+    "Lena runs 4 kilometres every morning. How many kilometres does she run in 30 days?",
+    "A tank holds 240 litres and loses 15 litres an hour. After how many hours is it empty?",
+    "Sam has 45 marbles. He gives 9 to each of 3 friends. How many marbles does he keep?",
+    "A bus has 40 seats, and 5 of every 8 are taken. How many seats are free?",
+    "A book has 320 pages. Ida has read 3 quarters of it. How many pages are left?",
+    "Two brothers share $96, and the older one gets twice as much. How much does the younger one get?",
+    "A wall needs 1,200 bricks. A mason lays 80 bricks an hour for 6 hours a day. How many days does the wall take?",
 ]
 SLIDING = ["sliding_attention"] * 3
 LAYERS = [1, 8, 14, 20, 27]  # of the shipped drafter
@@ -95,13 +108,17 @@ def real(smollm2):
     return Real(*smollm2, QUESTIONS, 48)
 
 
+@pytest.fixture(scope="module")
+def much(smollm2):
+    return Real(*smollm2, QUESTIONS + MORE_QUESTIONS, 64)
+
+
 QUICK = {
     "another RoPE style": ({"is_neox_style": False}, ["RoPE style"]),
     "two at once": ({"input_embedding_scale": 24.0, "mask_token_id": 1000}, ["embedding scale", "mask token"]),
 }
 PLANTED = {
     "layers one too high": ({"target_layer_ids": [i + 1 for i in LAYERS]}, ["feature layers"]),
-    "layers one too low": ({"target_layer_ids": [i - 1 for i in LAYERS]}, ["feature layers"]),
     "the last layer one too high": ({"target_layer_ids": [*LAYERS[:4], 28]}, ["feature layers"]),
     "other layers": ({"target_layer_ids": [3, 11, 12, 22, 29]}, ["feature layers"]),
     "another mask token": ({"mask_token_id": 0}, ["mask token"]),
@@ -112,6 +129,10 @@ PLANTED = {
     "a smaller RoPE base": (rope(1e4), ["RoPE base"]),
     "a RoPE scaling": (rope(1e5, rope_type="linear", factor=4.0), ["RoPE scaling"]),
     "style and mask token": ({"is_neox_style": False, "mask_token_id": 1000}, ["RoPE style", "mask token"]),
+}
+# With the real drafter these cost less than eight short answers can tell from chance.
+SMALL = {
+    "layers one too low": ({"target_layer_ids": [i - 1 for i in LAYERS]}, ["feature layers"]),
     "layers and mask token": (
         {"target_layer_ids": [i - 1 for i in LAYERS], "mask_token_id": 1000},
         ["mask token", "feature layers"],
@@ -131,6 +152,13 @@ def test_a_mistake_planted_on_the_real_drafter_is_named(few, name, all_cores):
 def test_every_mistake_planted_on_the_real_drafter_is_named_first(real, name, all_cores):
     changes, kinds = PLANTED[name]
     assert sorted(fault.kind for fault in real.faults(changes)) == sorted(kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_a_mistake_that_costs_little_is_named_on_more_answers(much, name, all_cores):
+    changes, kinds = SMALL[name]
+    assert sorted(fault.kind for fault in much.faults(changes)) == sorted(kinds)
 
 
 @pytest.mark.slow
@@ -363,6 +391,26 @@ def test_scores_are_those_of_single_passes_of_a_drafter_made_with_that_config(ti
             likelihoods.append(logits.log_softmax(-1).gather(1, right[:, None]).clamp(min=-12).mean().item())
     assert found.accepted.tolist() == accepted
     torch.testing.assert_close(found.likelihood, torch.tensor(likelihoods), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_answers_of_targets_with_a_state_are_those_of_each_prompt_alone(family):
+    """Padding on the left leaves no trace in a recurrent state."""
+    target, prompts = hybrid(family), [prompt_ids(1, 4 + 3 * n, seed=n)[0].tolist() for n in range(4)]
+    evidence = gather(target, prompts, num_drafts=3, max_new_tokens=12)
+    alone = [target.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=12)[0] for ids in prompts]
+    assert [ids.tolist() for ids in evidence.sequences] == [ids.tolist() for ids in alone]
+
+
+def test_a_prompts_system_message_stays_in_every_way_of_writing_it(byte_tokenizer):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is not defined %}K{% endif %}"
+    )
+    prompt = Prompt("", "ABC", system="MNO")
+    written = {tokenizer.decode(form.encode(prompt)) for form in other_formats(tokenizer)}
+    assert tokenizer.decode(encode(prompt, tokenizer)) == "MNOABCK" and "MNOABC" in written
+    assert all(text.startswith("MNO") and text.endswith("ABC") for text in written)
 
 
 def test_pairs_that_do_not_fit(tiny_target, tmp_path):

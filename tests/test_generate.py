@@ -15,6 +15,7 @@ from transformers.generation import LogitsProcessor, StoppingCriteria, stopping_
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashConfig
+from dflash_hf.drafter.candidates import top_probability
 from dflash_hf.drafter.configuration_dflash import OPTIONS
 from dflash_hf.drafter.passes import why_not_slots
 from drafters import BLOCK, HITS, make_drafter, oracle, transformers_loop
@@ -838,3 +839,22 @@ def test_wearing_an_adapter():
         for assistant in (drafter, wear(drafter)):
             out = plain(target, {"input_ids": ids}, max_new_tokens=NEW, assistant_model=assistant)
             assert out.tolist() == expected.tolist() and assistant.last_run.tokens == NEW
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_confidence_is_exact_in_any_dtype(dtype):
+    torch.manual_seed(0)
+    logits = (torch.randn(2, 7, 50) * 4).to(dtype)
+    expected = logits.double().softmax(-1).amax(-1).float()
+    torch.testing.assert_close(top_probability(logits), expected, rtol=0, atol=1e-6)
+
+
+def test_a_drafter_of_nan_costs_nothing_but_time():
+    target, drafter, ids = make_target("llama"), make_drafter(), prompt_ids(length=9)
+    with torch.no_grad():
+        drafter.fc.weight.fill_(float("nan"))
+    expected = target.generate(ids, do_sample=False, max_new_tokens=40)
+    for schedule in ("adaptive", "constant"):
+        drafter.generation_config.num_assistant_tokens_schedule = schedule
+        assert torch.equal(target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=40), expected)
+    assert top_probability(torch.full((1, 2, 5), float("nan"))).tolist() == [[0.0, 0.0]]

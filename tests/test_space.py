@@ -70,16 +70,20 @@ def marked(html: str) -> list[tuple[str, bool]]:
     ]  # fmt: skip
 
 
+def stand_in_for_gradio(monkeypatch) -> ModuleType:
+    """What the page is given to show does not need it."""
+    monkeypatch.setitem(sys.modules, "gradio", stand_in := ModuleType("gradio"))
+    stand_in.themes, stand_in.Blocks = SimpleNamespace(Default=lambda **options: None), None
+    return load_app()
+
+
 def figures(html: str) -> dict[str, float]:
     found = re.findall(r"<b>([^<]*)</b><small>([^<]*)</small>", html)
     return {name: float(value.rstrip("x")) for value, name in found}
 
 
 def test_both_columns_hold_the_targets_text_and_the_figures_of_the_run(pair, monkeypatch):
-    """What the page is given to show; gradio itself is not needed for that."""
-    monkeypatch.setitem(sys.modules, "gradio", stand_in := ModuleType("gradio"))
-    stand_in.themes, stand_in.Blocks = SimpleNamespace(Default=lambda **options: None), None
-    app = load_app()
+    app = stand_in_for_gradio(monkeypatch)
     target, drafter, tokenizer, start, ids = pair
     expected = tokenizer.decode(ids)
     shown = list(app.compare(target, drafter, tokenizer, app.PROMPTS[0], NEW, "constant", threading.Event()))
@@ -101,6 +105,16 @@ def test_both_columns_hold_the_targets_text_and_the_figures_of_the_run(pair, mon
     assert threading.active_count() == before + 1
     running.close()
     assert threading.active_count() == before
+
+
+def test_a_call_that_is_decoded_without_the_drafter_shows_no_drafts(pair, monkeypatch):
+    app, (_, drafter, tokenizer, *_) = stand_in_for_gradio(monkeypatch), pair
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    target = make_target("phi3", rope_parameters=rope, original_max_position_embeddings=64)  # the prompt has 54 tokens
+    with pytest.warns(UserWarning, match="cross 64 positions"):
+        *_, (plain, drafted) = app.compare(target, drafter, tokenizer, PROMPT, NEW, "constant", threading.Event())
+    assert marked(drafted) == marked(plain) and not any(shaded for _, shaded in marked(drafted))
+    assert figures(drafted)["target passes"] == NEW and figures(drafted)["tau"] == 1
 
 
 # -- in a browser --

@@ -35,6 +35,7 @@ def draw(report: Report, folder: str | os.PathLike, prefix: str = "bench") -> li
     folder.mkdir(parents=True, exist_ok=True)
     summary, paths = report.summary(), []
     compared = {name: row for name, row in summary.items() if row["ratio"] is not None and name != "plain"}
+    timed = {name: row["shares"] for name, row in summary.items() if None not in row["shares"].values()}
     accepting = {name: row for name, row in summary.items() if row["acceptance_by_position"]}
 
     def save(figure, name: str) -> None:
@@ -72,12 +73,12 @@ def draw(report: Report, folder: str | os.PathLike, prefix: str = "bench") -> li
         axes.set(xlabel="position of the draft", ylabel="accepted, of the cycles that offered it", ylim=(-0.02, 1.02))
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         save(figure, "acceptance")
-    if summary:
-        figure, axes = plt.subplots(figsize=(7, 0.4 * len(summary) + 1.2))
-        left = [0.0] * len(summary)
+    if timed:
+        figure, axes = plt.subplots(figsize=(7, 0.4 * len(timed) + 1.2))
+        left = [0.0] * len(timed)
         for share, color in SHARES.items():
-            widths = [row["shares"][share] for row in summary.values()]
-            axes.barh(list(summary), widths, left=left, label=share, color=color, height=0.7)
+            widths = [shares[share] for shares in timed.values()]
+            axes.barh(list(timed), widths, left=left, label=share, color=color, height=0.7)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.invert_yaxis()
         axes.set(xlabel="share of the time", xlim=(0, 1))

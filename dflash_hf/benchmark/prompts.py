@@ -1,12 +1,14 @@
 """What is measured on: prompts from a JSONL file or a data set, in a target's chat template, in batches."""
 
 import hashlib
-import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+
+from ..training.answers import OPENERS, _dataset_records, _json_lines, _messages
 
 
 @dataclass
@@ -19,6 +21,7 @@ class Prompt:
         category: figures are also reported by category.
         ids: token ids, ready for the target.
         context: tokens that the prompt was filled up to (`fill_contexts`); None: it is as it came.
+        system: message that goes before the text; None: the chat template's own.
 
     Example:
         >>> Prompt("sky", "Why is the sky blue?", category="science").text
@@ -30,6 +33,7 @@ class Prompt:
     category: str = "all"
     ids: list[int] | None = None
     context: int | None = None
+    system: str | None = None
 
 
 def read_prompts(
@@ -43,11 +47,10 @@ def read_prompts(
 ) -> tuple[list[Prompt], str | None]:
     """Read prompts, first turns only, and the SHA-256 of the file (None for a data set).
 
-    A record holds `turns` (strings) or `messages` (`{"role", "content"}`), or a text under `column`; `id` and
-    `category` are optional.
+    Files and records are those of `training.answers.read_prompts`; `category` is optional. An `id` may come twice.
 
     Args:
-        source: a JSONL file, else a name that `datasets.load_dataset` knows.
+        source: a JSONL file (`.jsonl`, `.jsonl.gz`, `.jsonl.xz`), else a name that `datasets.load_dataset` knows.
         categories: keep these only.
         per_category: keep the first ones of every category.
         limit: keep the first ones of what is left.
@@ -62,37 +65,20 @@ def read_prompts(
     Example:
         >>> prompts, sha256 = read_prompts("gsm8k_dev.jsonl", limit=30)                         # doctest: +SKIP
     """
-    path, sha256 = Path(source), None
+    path = Path(source)
     if path.is_file():
-        content = path.read_bytes()
-        sha256 = hashlib.sha256(content).hexdigest()
-        records = []
-        try:
-            lines = content.decode().splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8."
-            ) from None
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    records.append(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}:{number}: not JSON ({error}); expected one object a line.") from None
-    elif path.suffix in (".jsonl", ".json"):
-        raise FileNotFoundError(f"There is no file {path}; expected JSONL with prompts, or a data set's name.")
+        records: Iterator[tuple[str, dict]] = ((f"{path}:{number}", record) for number, record in _json_lines(path))
+    elif path.suffix in {".jsonl", ".json", *OPENERS}:
+        raise FileNotFoundError(f"There is no file {path}; expected a JSONL file with prompts, or a data set's name.")
     else:
-        try:
-            from datasets import load_dataset
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"There is no file {source}; if it is a data set, reading it needs: pip install datasets"
-            ) from error
-        records = list(load_dataset(str(source), split=split))
+        records = _dataset_records(str(source), split)
     prompts = []
-    for number, record in enumerate(records, 1):
-        text = _first_turn(record, column, f"{source}, record {number}")
-        prompts.append(Prompt(str(record.get("id", number)), text, str(record.get("category", "all"))))
+    for number, (where, record) in enumerate(records, 1):
+        messages = _messages(record, column, where)
+        system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        text = messages[0 if system is None else 1]["content"]
+        category = str(record.get("category", "all"))
+        prompts.append(Prompt(str(record.get("id", number)), text, category, system=system))
     there = sorted({prompt.category for prompt in prompts})
     if unknown := sorted(set(categories or ()) - set(there)):
         raise ValueError(f"{source} has no category {', '.join(unknown)}; it has {', '.join(there)}.")
@@ -106,39 +92,33 @@ def read_prompts(
     kept = kept[:limit]
     if not kept:
         raise ValueError(f"{source} holds no prompts{'' if limit is None else f' (limit {limit})'}.")
-    return kept, sha256
+    return kept, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def _first_turn(record, column: str | None, where: str) -> str:
-    text = None
-    if isinstance(record, dict):
-        if column is not None:
-            text = record.get(column)
-        elif record.get("turns"):
-            text = record["turns"][0]
-        else:
-            users = [m for m in record.get("messages") or [] if m.get("role") == "user"]
-            text = users[0].get("content") if users else None
-    if not isinstance(text, str) or not text.strip():
-        wanted = f"a text under {column!r}" if column else "`turns` (texts) or `messages` with a user turn"
-        raise ValueError(f"{where}: expected {wanted}, got {str(record)[:80]!r}.")
-    return text
-
-
-def encode(prompt: Prompt, tokenizer) -> list[int]:
-    """Token ids of a prompt, in the tokenizer's chat template where it has one.
+def encode(prompt: Prompt, tokenizer, **options) -> list[int]:
+    """Token ids of a prompt, in the tokenizer's chat template where it has one; `options` are the template's.
 
     Raises:
-        ValueError: the prompt is a text and there is no tokenizer.
+        ValueError: the prompt is a text and there is no tokenizer, or the chat template cannot write it.
     """
     if prompt.ids is not None:
         return prompt.ids
     if tokenizer is None:
         raise ValueError(f"Prompt {prompt.id!r} is a text: pass the target's tokenizer, or prompts with `ids`.")
     if getattr(tokenizer, "chat_template", None) is None:
+        if prompt.system is not None:
+            raise ValueError(
+                f"Prompt {prompt.id!r} has a system message, and the target's tokenizer no chat template to write it "
+                "in: take the message out of the prompts."
+            )
         return tokenizer(prompt.text)["input_ids"]
-    chat = [{"role": "user", "content": prompt.text}]
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    chat = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    chat.append({"role": "user", "content": prompt.text})
+    options |= {"add_generation_prompt": True, "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(chat, **options)["input_ids"]
+    except Exception as error:  # whatever the template raises (jinja2 has its own classes)
+        raise ValueError(f"The target's chat template refuses prompt {prompt.id!r}: {error}") from error
 
 
 def fill_contexts(prompts: list[Prompt], contexts: list[int], tokenizer) -> list[Prompt]:
@@ -161,10 +141,10 @@ def fill_contexts(prompts: list[Prompt], contexts: list[int], tokenizer) -> list
                 more += between[other]
             more = more[: max(missing, 0)]
             if prompt.text is None:
-                filled.append(Prompt(prompt.id, None, prompt.category, more + ids, context))
+                filled.append(replace(prompt, ids=more + ids, context=context))
             else:
                 text = tokenizer.decode(more) + prompt.text
-                filled.append(Prompt(prompt.id, text, prompt.category, None, context))
+                filled.append(replace(prompt, text=text, context=context))
     return filled
 
 

@@ -15,6 +15,7 @@ import torch
 from .statistics import ratio_of_medians
 
 SCHEMA = 1
+SHOWN_SHARES = ("drafting", "verifying", "other")
 
 # How the bare passes of the cycle efficiency run.
 BARE_PASSES = {
@@ -68,9 +69,12 @@ class Report:
         seconds = sum(run["seconds"] for run in runs)
         cycles = sum(run["cycles"] or 0 for run in runs)
         accepted, offered = (_sum_by_slot([run[key] for run in runs]) for key in ("accepted", "offered"))
-        prefill, drafting, verifying = (
-            sum(run[key] for run in runs) / seconds for key in ("first_token_s", "drafting_s", "verifying_s")
-        )
+        shares: dict[str, float | None] = {}
+        for share, key in (("prefill", "first_token_s"), ("drafting", "drafting_s"), ("verifying", "verifying_s")):
+            times = [run[key] for run in runs]
+            shares[share] = None if None in times else sum(times) / seconds
+        known = [share for share in shares.values() if share is not None]
+        shares["other"] = 1 - sum(known) if len(known) == len(shares) else None
         compared = [equal for run in runs for equal in run.get("ids_equal", ())]
         differences = [difference for run in runs for difference in run.get("differences", ())]
         return {
@@ -80,12 +84,7 @@ class Report:
             "tau": sum(run["committed"] for run in runs if run["cycles"]) / cycles if cycles else None,
             "acceptance_by_position": [a / o for a, o in zip(accepted, offered, strict=True)],
             "offered_by_position": offered,
-            "shares": {
-                "prefill": prefill,
-                "drafting": drafting,
-                "verifying": verifying,
-                "other": 1 - prefill - drafting - verifying,
-            },
+            "shares": shares,
             "first_token_s": median(run["first_token_s"] for run in runs),
             "memory": self.memory.get(name),
             "texts": {
@@ -110,10 +109,7 @@ class Report:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the JSON under a temporary name, then rename: an older file is replaced whole or not at all."""
-        path = Path(path)
-        temporary = path.with_name(path.name + ".part")
-        temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        temporary.replace(path)
+        write_json(path, self.to_dict())
 
     def print(self) -> None:
         """Print the table (needs the package `rich`)."""
@@ -137,7 +133,7 @@ class Report:
                 f"{ratio['value']:.2f}" if ratio else "",
                 f"{ratio['low']:.2f} - {ratio['high']:.2f}" if ratio else "",
                 "" if row["tau"] is None else f"{row['tau']:.2f}",
-                "/".join(f"{100 * shares[key]:.0f}" for key in ("drafting", "verifying", "other")),
+                "/".join(f"{100 * shares[key]:.0f}" for key in SHOWN_SHARES if shares[key] is not None),
                 f"{1e3 * row['first_token_s']:.0f} ms",
                 "" if over_plain is None or name == "plain" else f"{over_plain:+.0f}",
                 same,
@@ -154,6 +150,14 @@ class Report:
             console.print(
                 f"cycle efficiency of {self.cycle_efficiency['method']}, bare passes over a cycle: {figures}"
             )
+
+
+def write_json(path: str | os.PathLike, content) -> None:
+    """Write JSON under a temporary name, then rename: an older file is replaced whole or not at all."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
 
 
 def _sum_by_slot(lists: list[list[int]]) -> list[int]:

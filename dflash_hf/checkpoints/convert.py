@@ -161,24 +161,35 @@ def _save(tensors: dict[str, torch.Tensor], folder: Path) -> list[str]:
     return sorted(tensors)
 
 
-def load_drafter(source: str | os.PathLike) -> DFlashDraftModel:
-    """Load a drafter from a folder or the Hub in z-lab's or in speculators' layout, in the dtype of its weights.
+def load_drafter(source: str | os.PathLike, *, dtype: torch.dtype | None = None) -> DFlashDraftModel:
+    """Load a drafter from a folder or the Hub in z-lab's or in speculators' layout, in eval mode.
+
+    Args:
+        source: folder or Hub name; `config.name_or_path` of the drafter is this name.
+        dtype: of the parameters; None: as they are in the files. RoPE's frequencies stay float32, which
+            `drafter.to(dtype)` would round, too: at long positions the rotations are then wrong.
 
     Raises:
         ValueError: the folder is of another kind, damaged or incomplete.
 
     Example:
-        >>> drafter = load_drafter("speculators-folder")                             # doctest: +SKIP
+        >>> drafter = load_drafter("speculators-folder", dtype=target.dtype)         # doctest: +SKIP
     """
     checkpoint = read(source)
     if checkpoint.layout == "z-lab":
-        return DFlashDraftModel.from_pretrained(checkpoint.folder)
-    tensors = {name: checkpoint.tensor(name) for name in checkpoint.files}
-    with torch.device("meta"):
-        drafter = DFlashDraftModel(checkpoint.config, own_tensors=checkpoint.own_tensors)
-    drafter.load_state_dict(tensors, assign=True)
-    drafter.rotary_emb = type(drafter.rotary_emb)(checkpoint.config)  # its tables are no part of the checkpoint
-    drafter.generation_config = checkpoint.generation_config
+        drafter = DFlashDraftModel.from_pretrained(checkpoint.folder, **({} if dtype is None else {"dtype": dtype}))
+    else:
+        tensors = {name: checkpoint.tensor(name) for name in checkpoint.files}
+        with torch.device("meta"):
+            drafter = DFlashDraftModel(checkpoint.config, own_tensors=checkpoint.own_tensors)
+        drafter.load_state_dict(tensors, assign=True)
+        drafter.rotary_emb = type(drafter.rotary_emb)(checkpoint.config)  # its tables are no part of the checkpoint
+        if dtype is not None:
+            drafter.config.dtype = dtype
+            for parameter in drafter.parameters():
+                parameter.data = parameter.data.to(dtype)
+        drafter.generation_config = checkpoint.generation_config
+    drafter.config.name_or_path = str(source)  # not the cache's folder
     return drafter.eval()
 
 

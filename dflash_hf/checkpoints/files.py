@@ -15,10 +15,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig
 
 from ..drafter.configuration_dflash import DFlashConfig
-from ..drafter.modeling_dflash import DFlashDraftModel
+from ..drafter.modeling_dflash import _OWN_TENSORS, DFlashDraftModel
 from . import speculators
 
-_OWN_TENSORS = ("embed_tokens.weight", "lm_head.weight", "d2t")
 _NEEDED = ["*.json", "*.safetensors", "mask_embedding.pt", "LICENSE*", "NOTICE*"]
 
 
@@ -81,7 +80,7 @@ def read(source: str | os.PathLike) -> Checkpoint:
         ValueError: it is of another kind, damaged, or holds tensors of unknown use (named).
 
     Example:
-        >>> read("shared/drafters/smollm2-135m-instruct-dflash-b8").layout           # doctest: +SKIP
+        >>> read("model_cards/SmolLM2-135M-Instruct-DFlash").layout           # doctest: +SKIP
         'z-lab'
     """
     folder = _local(source)

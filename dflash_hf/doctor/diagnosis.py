@@ -1,6 +1,5 @@
 """`diagnose`: does a drafter fit its target, is the text right, how much is accepted, why not more, does it pay."""
 
-import json
 import os
 import sys
 from dataclasses import asdict, dataclass, field
@@ -10,6 +9,7 @@ from huggingface_hub import ModelCard
 
 from ..benchmark import Prompt, Report, bench
 from ..benchmark.prompts import encode
+from ..benchmark.report import write_json
 from ..checkpoints import load_drafter
 from .evidence import Evidence, Score, gather, score
 from .formats import other_formats
@@ -201,10 +201,7 @@ class Diagnosis:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the JSON under a temporary name, then rename: an older file is replaced whole or not at all."""
-        path = Path(path)
-        temporary = path.with_name(path.name + ".part")
-        temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        temporary.replace(path)
+        write_json(path, self.to_dict())
 
 
 def diagnose(
@@ -243,7 +240,7 @@ def diagnose(
     try:
         name = drafter if isinstance(drafter, str | os.PathLike) else drafter.config.name_or_path
         if isinstance(drafter, str | os.PathLike):
-            drafter = load_drafter(drafter).to(device=target.device, dtype=target.dtype)
+            drafter = load_drafter(drafter, dtype=target.dtype).to(target.device)
         drafter.check_target(target, target.generation_config)
         _refuse_damaged_weights(drafter)
     except Exception as error:  # whatever a damaged or foreign folder raises is the answer to "does it load?"
@@ -335,12 +332,12 @@ def _elsewhere(
     drafter, options = findings.corrected, {"max_new_tokens": max_new_tokens}
     options["num_drafts"] = drafter.config.num_drafts
     here = score(drafter, evidence.fresh())
-    texts = [prompt.text for prompt in prompts if prompt.text is not None and prompt.ids is None]
+    texts = [prompt for prompt in prompts if prompt.text is not None and prompt.ids is None]
     tried = []
     if texts and tokenizer is not None:
-        usual = [encode(Prompt("", text), tokenizer) for text in texts]
+        usual = [encode(prompt, tokenizer) for prompt in texts]
         for form in other_formats(tokenizer):
-            written = [form.encode(text) for text in texts]
+            written = [form.encode(prompt) for prompt in texts]
             if written != usual:
                 there = gather(evidence.target, written, **options)
                 tried.append((score(drafter, there.fresh()), form.kind, form.says))

@@ -117,9 +117,8 @@ def gather(
     eos = target.generation_config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
     sequences, starts = [], []
-    rows = 1 if target._is_stateful else ROWS  # a recurrent state would take in the padding
-    for first in range(0, len(prompts), rows):
-        some = prompts[first : first + rows]
+    for first in range(0, len(prompts), ROWS):
+        some = prompts[first : first + ROWS]
         longest = max(map(len, some))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in some], device=target.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in some], device=target.device)

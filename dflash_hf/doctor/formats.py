@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from ..benchmark import Prompt
+from ..benchmark.prompts import encode
+
 # The three that most open models use, each with the token that a vocabulary has if it knows them.
 _WELL_KNOWN = {
     "ChatML": ("<|im_start|>", "<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"),
@@ -18,11 +21,11 @@ _WELL_KNOWN = {
 
 @dataclass(frozen=True)
 class Format:
-    """A way of writing a prompt: `kind` and what it `says` as of a fault, and `encode` from a text to token ids."""
+    """A way of writing a prompt: `kind` and what it `says` as of a fault, and `encode` from a prompt to token ids."""
 
     kind: str
     says: str
-    encode: Callable[[str], list[int]]
+    encode: Callable[[Prompt], list[int]]
 
 
 def other_formats(tokenizer) -> Iterator[Format]:
@@ -31,20 +34,18 @@ def other_formats(tokenizer) -> Iterator[Format]:
     if isinstance(template, dict):
         template = " ".join(template.values())
 
-    def chat(text: str, **options) -> list[int]:
-        messages = [{"role": "user", "content": text}]
-        options |= {"add_generation_prompt": True, "return_dict": True}
-        return tokenizer.apply_chat_template(messages, **options)["input_ids"]
+    def words(prompt: Prompt) -> str:
+        return "\n\n".join(filter(None, [prompt.system, prompt.text]))
 
-    def bare(form: str, text: str) -> list[int]:
-        return tokenizer(form.replace("{text}", text), add_special_tokens=False)["input_ids"]
+    def bare(form: str, prompt: Prompt) -> list[int]:
+        return tokenizer(form.replace("{text}", words(prompt)), add_special_tokens=False)["input_ids"]
 
     if template and "enable_thinking" in template:
         for thinking in (False, True):
             yield Format(
                 "thinking mode",
                 f"prompts were written in the template's default mode, try enable_thinking={thinking}",
-                partial(chat, enable_thinking=thinking),
+                partial(encode, tokenizer=tokenizer, enable_thinking=thinking),
             )
     vocabulary = tokenizer.get_vocab()
     for name, (token, form) in _WELL_KNOWN.items():
@@ -59,5 +60,5 @@ def other_formats(tokenizer) -> Iterator[Format]:
         yield Format(
             "chat template",
             "prompts were written in the tokenizer's chat template, try bare text",
-            lambda text: tokenizer(text)["input_ids"],
+            lambda prompt: tokenizer(words(prompt))["input_ids"],
         )

@@ -8,6 +8,14 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
+def from_host(values, device) -> torch.Tensor:
+    """A list of numbers (or a CPU tensor) on `device`, without making the host wait for a GPU's queue."""
+    values = torch.as_tensor(values)
+    if torch.device(device).type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def _room(num_slots: int) -> int:
     """How many slots to allocate when `num_slots` are needed: a quarter more, so that growing is rare."""
     return num_slots + max(64, num_slots // 4)
@@ -55,17 +63,17 @@ class DFlashContextCache:
         self.length += number_of_accepted_tokens
         self._slots = self.num_filled = None
 
-    def place(self, slots: torch.Tensor, num_filled: torch.Tensor, length: int) -> None:
+    def place(self, slots: torch.Tensor, num_filled: list[int], length: int) -> None:
         """Say where the next pass's keys go.
 
         Args:
-            slots: `[B, context + block]` long; entries that carry nothing point at the slot `num_filled.max()`.
-            num_filled: `[B]` long, slots of each row that then hold something.
+            slots: `[B, context + block]` long; entries that carry nothing point at the slot `max(num_filled)`.
+            num_filled: slots of each row that then hold something.
             length: context positions of the longest row then.
         """
         self._past, self.length = self.length, length
-        self._slots, self.num_filled = slots, num_filled
-        self._num_visible = int(num_filled.max())
+        self._slots, self.num_filled = slots, from_host(num_filled, slots.device)
+        self._num_visible = max(num_filled)
 
     def get_seq_length(self) -> int:
         """Context positions that were there before the ones that come with the next (or present) pass."""

@@ -18,6 +18,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
 from transformers.generation.utils import GenerateDecoderOnlyOutput, _split_model_outputs
 
+from .cache import from_host
 from .candidates import (
     MEMORYLESS,
     READS_HISTORY,
@@ -269,8 +270,9 @@ def decode(
     num_drafts, threshold, sampling, adaptive = knobs(drafter)
     coupled = do_sample and sampling == "coupled"
     # Under rejection sampling the lengths decide what is drawn next, and the clock must not.
+    # Nor where several processes hold the parts of one target, which must all do the same.
     schedule = None
-    if adaptive and (coupled or not do_sample):
+    if adaptive and (coupled or not do_sample) and (target.tp_size or 1) == 1:
         schedule = Schedule(drafter, target, num_rows, num_drafts)
     seed = int(torch.randint(1 << 62, ())) if coupled else None
 
@@ -357,9 +359,10 @@ def decode(
                 values, kept = warp(logits_processor, flat.clone() if keep_logits else flat)
                 values = values.unflatten(0, logits.shape[:2])
                 kept = None if kept is None else kept.unflatten(0, logits.shape[:2])
-                count_of = torch.tensor(offered, device=input_ids.device)
+                count_of = from_host(offered, input_ids.device)
                 tokens, accepted = accept((values, kept), drafts, count_of, drawn_from, noise, do_sample)
-                both = torch.cat([tokens, accepted[:, None]], dim=1).tolist()  # the cycle's one synchronisation
+                # Here the host waits for the device; else only where it asks for confidences, and after a top-k.
+                both = torch.cat([tokens, accepted[:, None]], dim=1).tolist()
                 committed = [row[: row[-1] + 1] for row in both]
                 processed = spread(values, kept, logits.shape[-1]) if keep_scores else None
             else:
@@ -388,7 +391,7 @@ def decode(
                 end = next((j for j, token in enumerate(new) if token in eos_ids), None)
                 new = new if end is None else new[: end + 1]
                 start = lengths[row]
-                ids[row, start : start + len(new)] = torch.tensor(new)
+                ids[row, start : start + len(new)] = from_host(new, ids.device)
                 done = end is not None or start + len(new) >= max_length
                 if ends_anywhere:
                     # Criteria see what they would see without a drafter: the text as it grows, token by token.
@@ -448,7 +451,7 @@ def decode(
                 staying = [i for i in range(len(rows)) if i not in finished]
                 if not staying:
                     break
-                keep = torch.tensor(staying, device=input_ids.device)
+                keep = from_host(staying, input_ids.device)
                 gone = {rows[i]: (i, lengths[rows[i]]) for i in finished}
                 passes.leave(gone if keeps_cache else {}, keep)
                 drafting.keep_rows(staying)
@@ -461,7 +464,8 @@ def decode(
             prefilling = False
 
             # Draft.
-            anchors = ids[rows, [lengths[row] - 1 for row in rows]]
+            at = from_host([rows, [lengths[row] - 1 for row in rows]], ids.device)
+            anchors = ids[at[0], at[1]]
             room = [max_length - lengths[row] - 1 for row in rows]  # the target's own token needs a place, too
             limit = min(num_drafts, max(room))
             drafts, drawn_from, offered, drafted = anchors[:, None][:, :0], None, [0] * len(rows), False
@@ -479,9 +483,12 @@ def decode(
                     offered = [min(pair) for pair in zip(offered, sure, strict=True)]
                 longest = max(offered)
                 if schedule is not None and longest:
-                    # One copy to the host for both; ids are below 2**53.
-                    both = torch.cat([top_probability(drawn_from[0]).double(), drafts.double()], dim=1).tolist()
-                    guesses = [(row[drafts.shape[1] :], row[: drafts.shape[1]]) for row in both]
+                    # One copy to the host for both.
+                    fixed = (top_probability(drawn_from[0]) * 2**30).long()
+                    guesses = [
+                        (row[drafts.shape[1] :], [value / 2**30 for value in row[: drafts.shape[1]]])
+                        for row in torch.cat([fixed, drafts], dim=1).tolist()
+                    ]
                     longest = schedule.length([confidence[:longest] for _, confidence in guesses])
                     offered = [min(longest, count) for count in offered]
                 drafts = drafts[:, :longest]

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from .cache import SlotLayer
+from .cache import SlotLayer, from_host
 from .kernels import with_cpu_kernels
 
 # Families whose masks `SlotPass` can make, each tested: a mask for each layer type, or a single one for all layers.
@@ -79,7 +79,7 @@ class SlotPass:
         """The target's outputs on `block` `[B, L]`, whose rows begin at the columns `starts` of the ids."""
         length, device = block.shape[1], block.device
         first = starts[0] + self.offset if min(starts) == max(starts) else None
-        columns = torch.tensor(starts, device=device)[:, None] + self.offset + torch.arange(length, device=device)
+        columns = from_host(starts, device)[:, None] + self.offset + torch.arange(length, device=device)
         total = max(starts) + self.offset + length
         for layer in self.cache.layers:
             layer.expect(columns.to(layer.device), first, total)

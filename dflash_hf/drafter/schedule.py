@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 
 _BINS = 16  # of the drafter's confidence
+_MOST_OF_BIN, _MOST_PROMISED = 400, 200  # drafts of a bin, promised ones of all bins, beyond which counts are halved
 _WINDOW, _KEPT = 32, 8  # drafted cycles that give the drafting rate, and how many of them outlast a pause
 _PLAIN_STEPS, _PLAIN_EVERY = 3, 64  # how many are timed before the first draft; cycles until another one is
 # Drafts are asked for up to so many beyond the longest of so many last lengths: for a batch, the LM head over drafts
@@ -135,10 +136,10 @@ class _Confidence:
         self.right[i] += right
         self.promised += confidence
         self.all_right += right
-        if self.seen[i] > 400:  # old drafts count less and less
+        if self.seen[i] > _MOST_OF_BIN:  # old drafts count less and less
             self.seen[i] /= 2
             self.right[i] /= 2
-        if self.promised > 200:
+        if self.promised > _MOST_PROMISED:
             self.promised /= 2
             self.all_right /= 2
 

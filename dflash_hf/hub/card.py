@@ -39,15 +39,18 @@ class Measurements:
             known = False
         if not known:
             raise odd
-        # Simulated drafts say nothing about this drafter. Tau is of full blocks, so that drafters compare; the speed
-        # is that of what generate() does by itself: adaptive when greedy.
+        # Simulated drafts say nothing about this drafter. Tau is of full blocks, or of the longest that ran, so that
+        # drafters compare; the speed is that of what generate() does by itself, adaptive lengths.
         self.methods = [name for name in self.report["summary"] if "tau=" not in name]
-        self.method = next((name for name in self.methods if name.split()[0] == "constant"), None)
-        if self.method is None:
+        lengths = {}
+        for name in self.methods:
+            if constant := re.fullmatch(r"constant(?: k=(\d+))?", name):
+                lengths[name] = float(constant[1] or "inf")
+        if not lengths:
             raise ValueError(f"{path} has no run of the method `constant`, which tau is counted on.")
+        self.method = max(lengths, key=lengths.__getitem__)
+        self.default = "adaptive" if "adaptive" in self.methods else self.method
         try:
-            greedy = not self.report["settings"]["sampling"]["do_sample"]
-            self.default = "adaptive" if greedy and "adaptive" in self.methods else self.method
             self.target, self.drafter = (self.report[role]["name"] for role in ("target", "drafter"))
             self.parameters = self.report["drafter"]["parameters"]
             self.eval_results()  # whatever the card will ask of it

@@ -2,15 +2,37 @@
 
 import torch
 
-from .objective import IGNORE, Blocks, block_states, pack, possible_anchors, weight_of
+from .objective import IGNORE, block_states, pack, possible_anchors, weight_of
+
+BLOCKS_IN_A_PASS = 256  # of the drafter, over all items of a batch
+ROWS_OF_LOGITS = 256  # at a time
+
+
+def num_passes(items: list[dict]) -> int:
+    """Drafter passes that `walk` makes for these items, one at the least."""
+    longest = max(len(possible_anchors(item["spans"])) for item in items)
+    return max(1, -(-longest // _window(items)))
+
+
+def _window(items: list[dict]) -> int:
+    """Anchors of each item in a pass."""
+    return max(1, BLOCKS_IN_A_PASS // len(items))
+
+
+def _up_to(item: dict, stop: int) -> dict:
+    """As much of an item as blocks and labels before `stop` need."""
+    return {"ids": item["ids"][:stop], "spans": item["spans"], "features": item["features"][:stop]}
 
 
 @torch.no_grad()
-def walk(model, drafter, items: list[dict], head, target_embeddings, gamma: float) -> torch.Tensor:
+def walk(
+    model, drafter, items: list[dict], head, target_embeddings, gamma: float, passes: int | None = None
+) -> torch.Tensor:
     """Walk through the answers as greedy generation would: each cycle commits the drafts that are right and one token.
 
-    All blocks of the answers are one drafter pass; the LM head is applied to those that the walk comes to. The token
-    that the prefill gives is not counted, as in `DFlashRun.tau`.
+    A drafter pass makes the blocks of the next anchors of every item, BLOCKS_IN_A_PASS in all; the LM head is applied
+    to those that the walk comes to, ROWS_OF_LOGITS states at a time. The token that the prefill gives is not counted,
+    as in `DFlashRun.tau`.
 
     Args:
         model: the drafter, or what wraps it.
@@ -19,51 +41,54 @@ def walk(model, drafter, items: list[dict], head, target_embeddings, gamma: floa
         head: states `[m, D]` to logits `[m, V]`.
         target_embeddings: the target's embedding module.
         gamma: of the loss.
+        passes: make so many, of which the last may find nothing: processes that share a sharded drafter make each one
+            together. Unset: `num_passes(items)`, the least.
 
     Returns:
         `[len(items), 4 + 4 K]` float64, sums for each item: loss and weight of the blocks walked through, tokens
         committed, cycles; then for each draft slot: cycles that accepted it, cycles that offered it, labels that it
         had right on its own, labels.
     """
-    K = drafter.config.num_drafts
+    K, window = drafter.config.num_drafts, _window(items)
     anchors = [possible_anchors(item["spans"]) for item in items]
     found = torch.zeros(len(items), 4 + 4 * K, dtype=torch.float64)
-    if not any(anchors):
-        anchors[0] = [0]  # no labels, but a pass: processes that share a sharded drafter make each one together
-    blocks: Blocks = pack(items, anchors, drafter.config)
-    states = block_states(model, drafter, blocks, target_embeddings)
-    firsts = [0]  # of each item among the blocks
-    for of in anchors:
-        firsts.append(firsts[-1] + len(of))
-    number = [{anchor: firsts[n] + i for i, anchor in enumerate(of)} for n, of in enumerate(anchors)]
-    places = [(n, start, stop) for n, item in enumerate(items) for start, stop in item["spans"] if stop - start > 1]
-    weights = weight_of(blocks.labels, gamma)
-    while places:
-        rows = torch.tensor([number[n][position] for n, position, _ in places], device=states.device)
-        labels, weight = blocks.labels[rows], weights[rows]
-        logits = head(states[rows].flatten(0, 1)).float()  # [m * K, V]
-        losses = torch.nn.functional.cross_entropy(
-            logits, labels.flatten(), reduction="none", ignore_index=IGNORE
-        ).view_as(labels)
-        right = (logits.argmax(-1).view_as(labels) == labels).cpu()
-        there, losses = (labels != IGNORE).cpu(), (losses * weight).sum(1).double().cpu()
-        further = []
-        for i, (n, position, stop) in enumerate(places):
-            # The last cycle is cut so that its drafts and the bonus token just fit, as generation does at max_length.
-            offered = min(K, stop - position - 2)
-            accepted = int(right[i, :offered].long().cumprod(0).sum())
-            row = found[n]
-            row[0] += losses[i]
-            row[1] += weight[i].sum().double().cpu()
-            row[2] += accepted + 1
-            row[3] += 1
-            row[4 : 4 + accepted] += 1
-            row[4 + K : 4 + K + offered] += 1
-            row[4 + 2 * K : 4 + 3 * K] += right[i] & there[i]
-            row[4 + 3 * K :] += there[i]
-            if position + accepted + 1 < stop - 1:
-                further.append((n, position + accepted + 1, stop))
-        places = further
+    waiting = [(n, start, stop) for n, item in enumerate(items) for start, stop in item["spans"] if stop - start > 1]
+    for number in range(num_passes(items) if passes is None else passes):
+        of_items = {n: of[number * window :][:window] for n, of in enumerate(anchors)}
+        of_items = {n: of for n, of in of_items.items() if of} or {0: [0]}
+        seen = [_up_to(items[n], of[-1] + K + 1) for n, of in of_items.items()]
+        blocks = pack(seen, list(of_items.values()), drafter.config)
+        states = block_states(model, drafter, blocks, target_embeddings)
+        labels, weights = blocks.labels.cpu(), weight_of(blocks.labels, gamma).cpu()
+        rows = {place: row for row, place in enumerate((n, anchor) for n, of in of_items.items() for anchor in of)}
+        here = [place for place in waiting if place[:2] in rows]
+        waiting = [place for place in waiting if place[:2] not in rows]
+        while here:
+            places, here = here[: max(1, ROWS_OF_LOGITS // K)], here[max(1, ROWS_OF_LOGITS // K) :]
+            chosen = [rows[place[:2]] for place in places]
+            label, weight = labels[chosen], weights[chosen]  # [m, K]
+            logits = head(states[chosen].flatten(0, 1)).float()  # [m * K, V], on the head's device
+            losses = torch.nn.functional.cross_entropy(
+                logits, label.flatten().to(logits.device), reduction="none", ignore_index=IGNORE
+            ).view_as(label)
+            right, there = logits.argmax(-1).view_as(label).cpu() == label, label != IGNORE
+            losses = (losses.cpu() * weight).sum(1).double()
+            for i, (n, position, stop) in enumerate(places):
+                # The last cycle is cut so that its drafts and the bonus token just fit, as generation at max_length.
+                offered = min(K, stop - position - 2)
+                accepted = int(right[i, :offered].long().cumprod(0).sum())
+                row = found[n]
+                row[0] += losses[i]
+                row[1] += weight[i].sum().double()
+                row[2] += accepted + 1
+                row[3] += 1
+                row[4 : 4 + accepted] += 1
+                row[4 + K : 4 + K + offered] += 1
+                row[4 + 2 * K : 4 + 3 * K] += right[i] & there[i]
+                row[4 + 3 * K :] += there[i]
+                if position + accepted + 1 < stop - 1:
+                    place = (n, position + accepted + 1, stop)
+                    (here if place[:2] in rows else waiting).append(place)
     return found
 
 

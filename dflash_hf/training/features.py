@@ -113,7 +113,7 @@ def write_features(
         "target_hidden_size": hidden_size,
         "dtype": dtype,
         "with_final": with_final,
-        "target": _fingerprint(target),
+        "target": fingerprint(target),
         "samples_per_shard": samples_per_shard,
     }
     shards = [samples[i : i + samples_per_shard] for i in range(0, len(samples), samples_per_shard)]
@@ -316,8 +316,13 @@ def _digest(samples: list[Sample]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _fingerprint(target) -> str:
-    """Tells targets apart by a few numbers of every parameter: a fine-tune has other features."""
+def fingerprint(target) -> str:
+    """Tells targets apart by a few numbers of every parameter: a fine-tune has other features.
+
+    Example:
+        >>> fingerprint(target) == FeatureDataset("features").index["target"]      # doctest: +SKIP
+        True
+    """
     found = hashlib.sha256()
     for name, parameter in target.named_parameters():
         found.update(name.encode() + parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())

@@ -20,9 +20,11 @@ ATTENTION = "blocks_at_anchors"  # the drafter refuses names with "flash" in the
 IGNORE = -100
 # Queries of one call of sdpa on a CPU: its mask has this many rows, and a group's keys end at its last anchor.
 QUERIES_IN_A_GROUP = 128
-# Logits that are there at a time: 16 MB in float32, which a CPU's caches hold better than more, but rows enough that
-# reading the head's weight is worth it. Their loss needs about seven times that.
-LOGITS_IN_A_CHUNK, ROWS_IN_A_CHUNK = 2**22, {"cpu": 64, "cuda": 256}
+# Logits that are there at a time: 16 MB in float32, which a CPU's caches hold better than more, but at least so many
+# rows that reading the head's weight is worth it: 64, and 256 on CUDA, which is 156 MB for 152k tokens. Together with
+# what their loss needs it is up to six times that.
+LOGITS_IN_A_CHUNK, ROWS_IN_A_CHUNK, ROWS_ON_CUDA = 2**22, 64, 256
+TILE = 128  # queries and keys of one tile of FlexAttention, its default
 
 
 def loss_decay(block_size: int) -> float:
@@ -227,32 +229,69 @@ def _split(tensor: torch.Tensor, starts: list[int]) -> tuple[torch.Tensor, ...]:
 
 
 def _flex(module, query, key, value, attention_mask, block_size: int, T: int, scaling) -> torch.Tensor:
-    """The same by FlexAttention, which skips what is hidden and keeps no mask of every pair."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    """The same by FlexAttention, which skips the tiles that are hidden. No mask of every pair is ever there."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    visible, L = attention_mask[0, 0], block_size
     # The layers of one pass share a mask where their rule is the same; the tensor is theirs alone.
     masks = attention_mask.__dict__.setdefault("block_masks", {})
     rule = (module.causal, module.window)
     if rule not in masks:
-        causal, window = rule
-
-        def sees(batch, head, q, k):
-            begin, anchor = visible[q // L, 0], visible[q // L, 1]
-            slot, other = q % L, (k - T) % L
-            context = (k < T) & (k >= begin) & (k < anchor)
-            own = (k >= T) & ((k - T) // L == q // L)
-            if causal:
-                own = own & (other <= slot)
-            if window is not None:
-                context = context & (k > anchor + slot - window)
-                own = own & (other > slot - window) & (other < slot + window)
-            return context | own
-
-        masks[rule] = create_block_mask(sees, 1, None, query.shape[2], key.shape[2], device=query.device)
+        masks[rule] = tiles(attention_mask[0, 0], block_size, T, causal=module.causal, window=module.window)
     attend = _compiled(flex_attention) if query.device.type == "cuda" else flex_attention
     out = attend(query, key, value, block_mask=masks[rule], scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
     return out.transpose(1, 2)
+
+
+def tiles(visible: torch.Tensor, block_size: int, T: int, *, causal: bool, window: int | None):
+    """The rule of `visibility` as a `BlockMask`, for all blocks over a context of T.
+
+    A query sees two ranges of keys, of its context and of its own block. `create_block_mask` would ask about every
+    pair of query and key first (1 byte each, twice); comparing the ranges with the tiles takes one for every pair of
+    query and tile.
+
+    Args:
+        visible: `[N, 2]`.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    L, device = block_size, visible.device
+    Q, K = len(visible) * L, T + len(visible) * L
+    begin, anchor = visible.repeat_interleave(L, dim=0).unbind(1)  # [Q]
+    query = torch.arange(Q, device=device)
+    slot = query % L
+    block = T + query - slot  # the first key of the query's own block
+    low, high = torch.zeros_like(slot), torch.full_like(slot, L)
+    if causal:
+        high = slot + 1
+    if window is not None:
+        begin = torch.maximum(begin, anchor + slot - window + 1)
+        low, high = (slot - window + 1).clamp(min=0), torch.minimum(high, slot + window)
+    ranges = [(begin, anchor), (block + low, block + high)]  # [start, stop) each, empty where start >= stop
+
+    def sees(batch, head, q, k):
+        (start, stop), (own_start, own_stop) = ranges
+        return ((k >= start[q]) & (k < stop[q])) | ((k >= own_start[q]) & (k < own_stop[q]))
+
+    def by_tile(of_queries: torch.Tensor) -> torch.Tensor:
+        """`[Q, n]` to `[tiles of queries, TILE, n]`."""
+        return torch.nn.functional.pad(of_queries, (0, 0, 0, -Q % TILE)).unflatten(0, (-1, TILE))
+
+    first = torch.arange(0, K, TILE, device=device)  # keys of the tiles
+    last = first + TILE
+    touched = full = torch.zeros((), dtype=torch.bool, device=device)
+    # Between the ranges lies the anchor's own position, which no query sees: no tile is full of both together.
+    for start, stop in ((a[:, None], b[:, None]) for a, b in ranges):
+        touched = touched | by_tile((start < stop) & (start < last) & (stop > first)).any(1)
+        full = full | by_tile((start <= first) & (stop >= last)).all(1)
+
+    def in_order(which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `BlockMask` wants it: how many tiles a row has, and their numbers before all others."""
+        which = which[None, None].int()
+        return which.sum(-1).int(), which.argsort(dim=-1, descending=True, stable=True).int()
+
+    return BlockMask.from_kv_blocks(
+        *in_order(touched & ~full), *in_order(full), BLOCK_SIZE=TILE, mask_mod=sees, seq_lengths=(Q, K)
+    )
 
 
 @functools.cache
@@ -348,16 +387,17 @@ def weighted_loss(
 
     Args:
         states: `[M, D]`, of slots that have a label.
-        labels: `[M]` long.
+        labels: `[M]` long, here and below on the device of `states`.
         weights: `[M]` float32.
-        head: frozen; states `[m, D]` to logits `[m, V]`, row by row. Tokens that it never gives are -inf in every row.
+        head: frozen; states `[m, D]` to logits `[m, V]`, row by row, on its own device. Tokens that it never gives are
+            -inf in every row.
         vocab_size: V, which says how many rows are done at a time.
         teacher: positions `[u]` to the target's logits `[u, V]`; needed where `distillation_weight` is above 0.
         teachers: `[M]` long, the position from which the target predicts each label. Blocks overlap, so a position
             occurs several times in a chunk; the teacher is asked for it once.
 
     Returns:
-        A float32 scalar.
+        A float32 scalar on the device of `states`.
     """
     a = distillation_weight
 
@@ -366,12 +406,13 @@ def weighted_loss(
             chunk = chunk.requires_grad_(wants_gradient)
             logits = head(chunk).float()
         with torch.no_grad():
+            right = labels[part, None].to(logits.device)  # the head may be the target's, on another device
             log_q = logits.log_softmax(-1)
-            losses = (a - 1) * log_q.gather(1, labels[part, None])[:, 0]
+            losses = (a - 1) * log_q.gather(1, right)[:, 0]
             mass = None  # of the target's distribution on the tokens that the head gives, where it is not 1
             if a > 0:
                 positions, which = teachers[part].unique(return_inverse=True)
-                log_p = teacher(positions).float().log_softmax(-1)
+                log_p, which = teacher(positions).to(logits).log_softmax(-1), which.to(logits.device)
                 p, known = log_p.exp(), log_q
                 negentropy = (p * log_p).sum(-1)
                 absent = logits[0] == float("-inf")
@@ -380,7 +421,7 @@ def weighted_loss(
                     negentropy, mass = (p * log_p).sum(-1), p.sum(-1)[which, None]
                 p = p[which]
                 losses = losses + a * (negentropy[which] - torch.linalg.vecdot(p, known))
-            total = (losses * weights[part]).sum()
+            total = (losses.to(chunk.device) * weights[part]).sum()
             if not wants_gradient:
                 return total, None
             # By the logits: softmax minus the distribution that is wanted. In place, as memory traffic is what costs.
@@ -389,9 +430,10 @@ def weighted_loss(
                 if mass is not None:
                     gradient.mul_(1 - a + a * mass)
                 gradient.sub_(p, alpha=a)
-            gradient.scatter_add_(1, labels[part, None], torch.full_like(losses, a - 1)[:, None])
+            gradient.scatter_add_(1, right, torch.full_like(losses, a - 1)[:, None])
         (of_states,) = torch.autograd.grad(logits, chunk, gradient)
         return total, of_states * weights[part, None].to(of_states)
 
-    rows = max(ROWS_IN_A_CHUNK.get(states.device.type, 1), LOGITS_IN_A_CHUNK // vocab_size)
+    least = ROWS_ON_CUDA if states.device.type == "cuda" else ROWS_IN_A_CHUNK
+    rows = max(least, LOGITS_IN_A_CHUNK // vocab_size)
     return _Chunked.apply(states, loss_of, rows, torch.is_grad_enabled() and states.requires_grad)

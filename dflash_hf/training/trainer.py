@@ -20,9 +20,9 @@ from transformers.utils import logging
 
 from ..checkpoints import meaning
 from ..drafter.configuration_dflash import DFlashConfig
-from .acceptance import figures, walk
+from .acceptance import figures, num_passes, walk
 from .answers import Sample, check_ids, read_samples
-from .features import FeatureDataset, target_features
+from .features import FeatureDataset, fingerprint, target_features
 from .objective import (
     IGNORE,
     Blocks,
@@ -187,15 +187,15 @@ class DFlashTrainer(Trainer):
     length that greedy generation would have on these answers.
 
     Args:
-        model: a `DFlashDraftModel`, or a `PeftModel` around one.
-        target: its target, on the device where it is to run.
+        model: a `DFlashDraftModel`, or a `PeftModel` around one; what is trained of it is float32.
+        target: its target, on the device where it is to run. It is set to eval mode.
         args: `DFlashTrainingArguments`.
         train_dataset: a `FeatureDataset`, a `SampleDataset` or another data set of such items.
         eval_dataset: the same, or a dict of them by name.
 
     Raises:
-        ValueError: the drafter does not fit the target, the features are of other layers, or a token id is beyond the
-            target's vocabulary. Nothing was written then.
+        ValueError: the drafter does not fit the target or is not float32, the features are of other layers or of
+            another target, or a token id is beyond the target's vocabulary. Nothing was written then.
 
     Example:
         >>> dataset = SampleDataset(read_samples("answers.jsonl"))                                # doctest: +SKIP
@@ -212,15 +212,17 @@ class DFlashTrainer(Trainer):
                 "start one process a GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one."
             )
         _check_metric(args.metric_for_best_model, eval_dataset)
-        self.target = target
+        self.target = target.eval()
         for name, dataset in {"train_dataset": train_dataset, **_by_name(eval_dataset)}.items():
-            _check_features(dataset, name, self.drafter.config, args.distillation_weight)
+            _check_features(dataset, name, self.drafter.config, target, args.distillation_weight)
             if hasattr(dataset, "check_ids"):
                 dataset.check_ids(target)
         use_block_attention(self.drafter)
         for part in (self.drafter.embed_tokens, self.drafter.lm_head):
             if part is not None:
                 part.requires_grad_(False)
+        if train_dataset is not None:
+            _check_dtypes(model)
         self.gamma = loss_decay(self.drafter.config.block_size) if args.loss_gamma is None else args.loss_gamma
         reduced = args.answer_vocabulary and train_dataset is not None
         rows = answer_tokens(train_dataset, args.max_length) if reduced else None
@@ -373,7 +375,10 @@ class DFlashTrainer(Trainer):
             for item in missing:
                 features, _ = target_features(target, item["ids"][None], self.drafter.config.target_layer_ids)
                 item["features"] = features[0].to(self.args.device)
-            rows = walk(self.model, self.drafter, items, head, target.get_input_embeddings(), self.gamma)
+            # Processes that share a sharded drafter make every pass together.
+            passes = self.accelerator.gather(torch.tensor([num_passes(items)], device=self.args.device)).max()
+            embeddings = target.get_input_embeddings()
+            rows = walk(self.model, self.drafter, items, head, embeddings, self.gamma, int(passes))
             # Drops what the data loader repeated to give every process the same number.
             found.append(self.accelerator.gather_for_metrics(rows.float().to(self.args.device)).double().cpu())
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures(torch.cat(found)).items()}
@@ -469,8 +474,13 @@ class Head:
         self.vocab_size = drafter.config.vocab_size
         self.numbers = None
         if rows is not None:
-            if drafter.lm_head is not None or self.module.weight.shape[0] != self.vocab_size:
-                raise ValueError("answer_vocabulary needs a drafter that borrows the target's LM head: leave it out.")
+            weight = getattr(self.module, "weight", None)
+            plain = weight is not None and weight.is_floating_point() and weight.shape[0] == self.vocab_size
+            if drafter.lm_head is not None or not plain:
+                raise ValueError(
+                    "answer_vocabulary needs a drafter that borrows the target's LM head, and a head that is not "
+                    "quantized: leave it out."
+                )
             whole, self.vocab_size = self.module, len(rows)
             rows = rows.to(whole.weight.device)
             self.module = torch.nn.Linear(1, 1, bias=whole.bias is not None)
@@ -486,11 +496,16 @@ class Head:
 
     def of_target(self, final: torch.Tensor) -> torch.Tensor:
         """The target's logits `[m, V]` of its final hidden states `[m, D_t]`, scaled as its own forward does."""
-        weight = self.module.weight
-        logits = self.module(final.to(weight.device, weight.dtype)).float()
-        # What Cohere, Granite and Gemma do behind their heads.
-        if scale := getattr(self.text, "logit_scale", None):
-            logits = logits * scale
+        weight = getattr(self.module, "weight", None)
+        if weight is not None and weight.is_floating_point():
+            final = final.to(weight.dtype)
+        if weight is not None and weight.device.type != "meta":  # an offloaded head moves its own input
+            final = final.to(weight.device)
+        logits = self.module(final).float()
+        # What Cohere, Falcon-H1, Granite and Gemma do behind their heads.
+        for name in ("logit_scale", "lm_head_multiplier"):
+            if scale := getattr(self.text, name, None):
+                logits = logits * scale
         if divisor := getattr(self.text, "logits_scaling", None):
             logits = logits / divisor
         if cap := getattr(self.text, "final_logit_softcapping", None):
@@ -503,9 +518,10 @@ class Head:
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The newest whole checkpoint in a folder, None without one. What was left half-written is removed.
+    """The newest whole checkpoint in a folder, None without one.
 
-    The Trainer writes its state last, so a checkpoint without it was cut off.
+    The Trainer writes its state last, so there is nothing to go on from in a checkpoint without it: it was cut off, or
+    holds weights alone. It is left as it is, with a warning.
     """
     whole = {}
     for folder in Path(output_dir).glob("checkpoint-*"):
@@ -515,8 +531,10 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
         try:
             whole[int(step)] = json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"] and folder
         except (OSError, ValueError, KeyError):
-            logger.warning(f"{folder} is not a whole checkpoint: it was cut off while it was written. Removing it.")
-            shutil.rmtree(folder, ignore_errors=True)
+            logger.warning_once(
+                f"{folder} is no checkpoint to go on from and is left out: it has no whole {TRAINER_STATE_NAME}, which "
+                "is written last. It was cut off, or holds weights alone; delete it if nobody needs it."
+            )
     return str(whole[max(whole)]) if whole else None
 
 
@@ -538,7 +556,16 @@ def _check_metric(wanted: str | None, eval_dataset) -> None:
         )
 
 
-def _check_features(dataset, name: str, config, distillation_weight: float) -> None:
+def _check_dtypes(model) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ValueError(
+                f"What is trained must be float32, {name} is {parameter.dtype}: call drafter.float() first. For passes "
+                "in bfloat16, beside float32 weights, set bf16=True."
+            )
+
+
+def _check_features(dataset, name: str, config, target, distillation_weight: float) -> None:
     index = getattr(dataset, "index", None)
     if index is None:
         return
@@ -546,6 +573,19 @@ def _check_features(dataset, name: str, config, distillation_weight: float) -> N
         raise ValueError(
             f"The features of {name} are of target layers {index['target_layer_ids']}, the drafter reads "
             f"{config.target_layer_ids}: write features for this drafter."
+        )
+    hidden_size = target.config.get_text_config().hidden_size
+    if index["target_hidden_size"] != hidden_size:
+        raise ValueError(
+            f"The features of {name} are of a target of hidden size {index['target_hidden_size']}, this one's is "
+            f"{hidden_size}: write features of this target, or train with the one that they are of."
+        )
+    offloaded = any(parameter.is_meta for parameter in target.parameters())  # not to be read here
+    if not offloaded and index["target"] != (found := fingerprint(target)):
+        raise ValueError(
+            f"The features of {name} are of another target: its weights have the fingerprint {index['target']}, this "
+            f"one's {found}. Load the target as it was then (dtype, adapter, quantization), or write features of this "
+            "one."
         )
     if name == "train_dataset" and distillation_weight > 0 and not index["with_final"]:
         raise ValueError(

@@ -17,6 +17,7 @@ import gradio as gr
 
 from dflash_hf.checkpoints import load_drafter
 from dflash_hf.cli import load_target
+from dflash_hf.drafter.candidates import DFlashRun
 from dflash_hf.terminal import AcceptedStreamer, encode
 
 PROMPTS = [
@@ -62,19 +63,6 @@ class Run:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-class EveryTokenAPass:
-    """In the place of a drafter's `last_run` where there is no drafter: one more pass at every look."""
-
-    tau = 1.0
-
-    def __init__(self):
-        self._passes = itertools.count()
-
-    @property
-    def target_passes(self) -> int:
-        return next(self._passes)
-
-
 def decode(target, tokenizer, ids, drafter=None, *, stopped: Event, **options) -> Iterator[Run]:
     """Greedy text behind `ids`, looked at every 50 ms while it is made, and at its end or once `stopped` is set.
 
@@ -82,7 +70,7 @@ def decode(target, tokenizer, ids, drafter=None, *, stopped: Event, **options) -
         Exception: what `generate()` raised.
     """
     run, start = Run(), time.perf_counter()
-    source = drafter or SimpleNamespace(last_run=EveryTokenAPass())
+    source = drafter or SimpleNamespace(last_run=DFlashRun())
 
     def write(piece: str, accepted: bool) -> None:
         if stopped.is_set():
@@ -90,7 +78,7 @@ def decode(target, tokenizer, ids, drafter=None, *, stopped: Event, **options) -
         run.pieces.append((piece, accepted))
         # The clock is read here: how fast the page draws is no part of the figures.
         run.tokens, run.seconds = len(streamer.ids), time.perf_counter() - start
-        run.passes = run.tokens if drafter is None else drafter.last_run.target_passes
+        run.passes = source.last_run.target_passes or run.tokens  # none is counted where no drafter took part
         run.tau = 1.0 if math.isnan(source.last_run.tau) else source.last_run.tau  # before the first cycle
 
     def work() -> None:
@@ -198,9 +186,9 @@ def page(target, drafter, tokenizer) -> gr.Blocks:
 
 
 def main() -> None:
-    drafter = load_drafter(os.environ.get("DRAFTER", "z-lab/Qwen3-4B-DFlash-b16"))
     target, tokenizer = load_target(os.environ.get("TARGET", "Qwen/Qwen3-4B"))
-    drafter = drafter.to(device=target.device, dtype=target.dtype)
+    name = os.environ.get("DRAFTER", "z-lab/Qwen3-4B-DFlash-b16")
+    drafter = load_drafter(name, dtype=target.dtype).to(target.device)
     # The first calls of a process are slower than any later one, which would count against plain decoding.
     for _ in compare(target, drafter, tokenizer, PROMPTS[0], 16, "constant", Event()):
         pass

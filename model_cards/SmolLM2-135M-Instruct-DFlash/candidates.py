@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
-from .cache import DFlashContextCache
+from .cache import DFlashContextCache, from_host
 from .kernels import with_cpu_kernels
 
 logger = logging.get_logger(__name__)
@@ -106,10 +106,10 @@ class DFlashRun:
             for slot in range(num_offered):
                 self.offered[slot] += 1
                 self.accepted[slot] += slot < num_accepted
-        if self.warned or self.cycles < 32 or self.offered[:1] < [8]:
+        if self.warned or self.cycles < _ENOUGH_CYCLES or self.offered[:1] < [_ENOUGH_DRAFTS]:
             return
         with_drafts = 1 + sum(self.accepted) / self.offered[0]
-        if with_drafts < 1.05:
+        if with_drafts < _LEAST_WORTH:
             self.warned = True
             logger.warning(
                 f"After {self.cycles} cycles, a draft is worth {with_drafts:.2f} tokens a cycle: the drafter does not "
@@ -126,6 +126,9 @@ class DFlashRun:
             f"verifying {self.verifying_s:.2f} s"
         )
 
+
+# A warning says that a drafter does not help after so many cycles and first drafts, at fewer tokens a cycle than this.
+_ENOUGH_CYCLES, _ENOUGH_DRAFTS, _LEAST_WORTH = 32, 8, 1.05
 
 # The newest run of each drafter: by thread, so that two threads can share a drafter, and overall, because streaming
 # users generate in a worker thread and read from the main one.
@@ -253,7 +256,7 @@ class GumbelNoise:
             [seed + (row << 40) + index + i for i in range(width)] for row, index in zip(rows, indices, strict=True)
         ]
         self.vocab_size = vocab_size
-        self._keys = torch.tensor([[_signed(_mix(counter)) for counter in row] for row in counters], device=device)
+        self._keys = from_host([[_signed(_mix(counter)) for counter in row] for row in counters], device)
 
     def at(self, ids: torch.Tensor | None, width: int | None = None) -> torch.Tensor:
         """Float32 noise for the first `width` positions: of all tokens `[B, width, V]`, or of ids `[B, width, n]`."""
@@ -316,7 +319,8 @@ class Drafting:
         # Positions of the next context feature, and how many features the cache and `pending` hold, for each row.
         self.positions = [0] * num_rows if shown is None else shown.sum(-1).tolist()
         self.held = [0] * num_rows
-        self.pending: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # [B, S, F * D_t], [B, S] bool or None: all
+        # [B, S, F * D_t] each, and which of them count: [B, S] bool on the host, or None for all.
+        self.pending: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def add_context(self, hidden_states, counts: list[int] | None = None, shown: torch.Tensor | None = None) -> None:
         """Keep features of positions that the target has committed; the next drafter pass takes them in.
@@ -339,18 +343,19 @@ class Drafting:
             if min(counts) < length:
                 valid = torch.arange(length) < torch.tensor(counts)[:, None]
         new = torch.cat([feature[:, :length].to(device) for feature in features], dim=-1)
+        valid = None if valid is None else valid.cpu()
         if valid is not None and len(self.held) == 1:
-            new, valid = new[:, valid[0].to(device)], None
-        self.pending.append((new, valid if valid is None else valid.to(device)))
+            new, valid = new[:, from_host(valid[0].nonzero()[:, 0], device)], None
+        self.pending.append((new, valid))
 
     def _take_pending(self):
-        """All pending features `[B, S, F * D_t]`, and which of them count `[B, S]` (None: all)."""
+        """All pending features `[B, S, F * D_t]`, and which of them count `[B, S]` on the host (None: all)."""
         context = torch.cat([features for features, _ in self.pending], dim=1)
         if all(valid is None for _, valid in self.pending):
             valid = None
         else:
             valid = torch.cat(
-                [f.new_ones(f.shape[:2], dtype=torch.bool) if v is None else v for f, v in self.pending], dim=1
+                [torch.ones(f.shape[:2], dtype=torch.bool) if v is None else v for f, v in self.pending], dim=1
             )
         self.pending = []
         return context, valid
@@ -409,22 +414,23 @@ class Drafting:
         same = min(self.held) == max(self.held) and self.context_cache.length == self.held[0]
         if valid is None and same:
             self.context_cache.set_previous_accepted_tokens(num_context)
-            start = torch.tensor(self.positions, device=device)[:, None]
+            start = from_host(self.positions, device)[:, None]
             positions = start + torch.arange(num_context + block_size, device=device)
             self._advance([num_context] * len(self.held))
             return positions
+        # All of this on the host, which knows every number, and one copy: a GPU is not waited for.
         if valid is None:
-            valid = torch.ones(len(self.held), num_context, dtype=torch.bool, device=device)
+            valid = torch.ones(len(self.held), num_context, dtype=torch.bool)
         counts = valid.sum(-1)
         order = valid.cumsum(-1) - 1  # of each valid feature within its row
-        block = counts[:, None] + torch.arange(block_size, device=device)
-        relative = torch.cat([order.clamp_min(0), block], dim=1)
-        num_filled = torch.tensor(self.held, device=device) + counts + block_size
-        slots = relative + torch.tensor(self.held, device=device)[:, None]
+        relative = torch.cat([order.clamp_min(0), counts[:, None] + torch.arange(block_size)], dim=1)
+        num_filled = torch.tensor(self.held) + counts + block_size
+        slots = relative + torch.tensor(self.held)[:, None]
         slots[:, :num_context][~valid] = num_filled.max()
-        positions = relative + torch.tensor(self.positions, device=device)[:, None]
+        positions = relative + torch.tensor(self.positions)[:, None]
         self._advance(counts.tolist())
-        self.context_cache.place(slots, num_filled, max(self.held))
+        slots, positions = from_host(torch.stack([slots, positions]), device)
+        self.context_cache.place(slots, num_filled.tolist(), max(self.held))
         return positions
 
     def _advance(self, counts: list[int]) -> None:
@@ -433,12 +439,12 @@ class Drafting:
 
     def keep_rows(self, rows: list[int]) -> None:
         """Go on with these rows of the batch only."""
-        index = torch.tensor(rows)
+        index = from_host(rows, self.drafter.device)
         self.rows = [self.rows[row] for row in rows]
         self.held = [self.held[row] for row in rows]
         self.positions = [self.positions[row] for row in rows]
-        self.context_cache.keep_rows(index.to(self.drafter.device))
-        self.pending = [(features[rows], valid if valid is None else valid[rows]) for features, valid in self.pending]
+        self.context_cache.keep_rows(index)
+        self.pending = [(features[index], None if valid is None else valid[rows]) for features, valid in self.pending]
 
     def _pick_slot_by_slot(self, input_ids, logits, processors, noise):
         """As above where a processor reads the ids so far: each slot is processed given the drafts before it."""
@@ -465,8 +471,9 @@ def confident(logits: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def top_probability(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token's probability in each slot, `[B, g]` float32."""
-    return (logits.amax(-1) - logits.logsumexp(-1)).float().exp()
+    """The likeliest token's probability in each slot, `[B, g]` float32; 0 where it is NaN."""
+    logits = logits.float()  # bfloat16 holds 0.88 and 1 and nothing between them, once the two terms are subtracted
+    return (logits.amax(-1) - logits.logsumexp(-1)).exp().nan_to_num(0.0)
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
