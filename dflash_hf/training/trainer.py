@@ -532,8 +532,8 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
             whole[int(step)] = json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"] and folder
         except (OSError, ValueError, KeyError):
             logger.warning_once(
-                f"{folder} is no checkpoint to go on from and is left out: it has no whole {TRAINER_STATE_NAME}, which "
-                "is written last. It was cut off, or holds weights alone; delete it if nobody needs it."
+                f"{folder} is left out, it is no checkpoint to go on from: it has no whole {TRAINER_STATE_NAME}, "
+                "which is written last. It was cut off, or holds weights alone; delete it if nobody needs it."
             )
     return str(whole[max(whole)]) if whole else None
 
@@ -560,8 +560,8 @@ def _check_dtypes(model) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise ValueError(
-                f"What is trained must be float32, {name} is {parameter.dtype}: call drafter.float() first. For passes "
-                "in bfloat16, beside float32 weights, set bf16=True."
+                f"What is trained must be float32, {name} is {parameter.dtype}: call drafter.float() first. For "
+                "passes in bfloat16, beside float32 weights, set bf16=True."
             )
 
 
