@@ -1,12 +1,16 @@
 """The benchmark's figures against counts made without it."""
 
 import copy
+import gzip
 import hashlib
 import itertools
 import json
+import lzma
 import math
+import re
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +18,15 @@ from scipy.stats import binom
 from transformers.generation.streamers import BaseStreamer
 
 import simulated_acceptance
-from dflash_hf.benchmark import Prompt, Sampling, bench, read_prompts
+from dflash_hf.benchmark import Prompt, Sampling, bench, read_prompts, runner
 from dflash_hf.benchmark.efficiency import _kernels, cycle_efficiency, with_kernels
 from dflash_hf.benchmark.probe import peak_memory
-from dflash_hf.benchmark.prompts import fill_contexts, make_batches
+from dflash_hf.benchmark.prompts import encode, fill_contexts, make_batches
 from dflash_hf.benchmark.runner import top2_gap
 from dflash_hf.benchmark.simulation import _rows_in_batch, simulated_drafter
 from dflash_hf.benchmark.statistics import acceptance_for_tau, expected_tau, ratio_of_medians
+from dflash_hf.checkpoints import convert
+from dflash_hf.training.answers import read_prompts as read_conversations
 from drafters import BLOCK, make_drafter, oracle
 from targets import PAD, VOCAB, make_target, prompt_ids
 
@@ -183,6 +189,41 @@ def test_sampling_is_the_same_draw_run_after_run_and_is_not_compared():
     drawn = [[run["new_tokens" if run["method"] == "adaptive" else "accepted"] for run in each] for each in runs]
     assert drawn[0] == drawn[1] and len(drawn[0]) == 1 + len(methods)
     assert not any("ids_equal" in run for run in runs[0])
+
+
+def test_every_method_is_warmed_up_and_measured_for_memory_before_it_counts(monkeypatch):
+    calls, right = [], runner._call
+
+    def counting(target, method, *args):
+        calls.append((method.name, args[3]))
+        return right(target, method, *args)
+
+    monkeypatch.setattr(runner, "_call", counting)
+    bench(make_target("llama"), make_drafter(), prompts(1), methods=["constant"], max_new_tokens=NEW)
+    each = [runner.WARM_UP_TOKENS, NEW]
+    assert calls == [(name, new) for name in ("plain", "constant") for new in each] + [
+        ("plain", NEW),
+        ("constant", NEW),
+    ]
+
+
+def test_shares_that_were_not_measured_are_left_out(tmp_path, capsys):
+    """As of our own loop on an accelerator, whose clock is the host's."""
+    report = bench(make_target("llama"), make_drafter(), prompts(1), methods=["native", "constant"], max_new_tokens=8)
+    for run in report.runs:
+        if run["method"] == "constant":
+            run |= {"drafting_s": None, "verifying_s": None}
+    shares = {name: row["shares"] for name, row in report.summary().items()}
+    assert shares["constant"].pop("prefill") > 0 and set(shares["constant"].values()) == {None}
+    assert sum(shares["native"].values()) == pytest.approx(1)
+    report.print()
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "│ constant" in line)
+    assert len(re.findall(r"\d+/\d+", row)) == 1  # same ids
+    report.save(tmp_path / "bench.json")
+    pytest.importorskip("matplotlib")
+    from dflash_hf.benchmark.plots import draw
+
+    assert {path.name for path in draw(report, tmp_path)} >= {"bench-time.png"}
 
 
 # -- same ids --
@@ -381,12 +422,41 @@ def test_prompts_are_read_filtered_and_hashed(tmp_path):
     assert [p.id for p in read_prompts(file, categories=["y"], limit=2)[0]] == ["1", "3"]
     with pytest.raises(ValueError, match="no category z; it has all, x, y"):
         read_prompts(file, categories=["z"])
-    for line, message in (("{", ":8: not JSON"), ('{"text": 1}', "record 8: expected `turns`"), ("[1]", "record 8")):
+    for line, message in (
+        ("{", ":8: not JSON"),
+        ('{"text": 1}', ":8: expected `turns`"),
+        ("[1]", ":8: expected a JSON"),
+    ):
         file.write_text("".join(json.dumps(record) + "\n" for record in records) + line)
         with pytest.raises(ValueError, match=message):
             read_prompts(file)
     with pytest.raises(FileNotFoundError, match="no file"):
         read_prompts(tmp_path / "absent.jsonl")
+
+
+def test_prompts_are_those_that_answers_are_made_of(tmp_path, byte_tokenizer):
+    """One reader for both: system messages, any separator in a text, compressed files; here an id may come twice."""
+    records = [
+        {"id": "a", "turns": ["one\u2028line", "two"]},
+        {"id": "b", "messages": [{"role": "system", "content": "MNO"}, {"role": "user", "content": "ABC"}]},
+    ]
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    for suffix, write in (("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)):
+        file = tmp_path / f"prompts.jsonl{suffix}"
+        file.write_bytes(write(text))
+        chosen, sha256 = read_prompts(file)
+        assert sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+        for prompt, expected in zip(chosen, read_conversations(file), strict=True):
+            system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+            first_turn = expected.messages[: len(system) + 1]
+            assert [*system, {"role": "user", "content": prompt.text}] == first_turn and prompt.id == expected.id
+    (tmp_path / "twice.jsonl").write_bytes(text + text)
+    assert [prompt.id for prompt in read_prompts(tmp_path / "twice.jsonl")[0]] == ["a", "b"] * 2
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert tokenizer.decode(encode(chosen[1], tokenizer)) == "MNOABC"
+    (longer,) = fill_contexts(chosen[1:], [30], tokenizer)
+    assert tokenizer.decode(encode(longer, tokenizer)).startswith("MNO") and longer.text.endswith("ABC")
 
 
 # -- interruption, bad input --
@@ -559,6 +629,18 @@ def test_the_command_writes_json_a_table_and_plots(folders):
     plots = sorted(folders.glob("plots/*"))
     assert [p.name for p in plots] == ["out-acceptance.png", "out-speedup.png", "out-time.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in plots)
+
+
+def test_the_command_takes_folders_of_speculators_under_their_own_names(folders, monkeypatch):
+    monkeypatch.chdir(folders)
+    convert("drafter", "s", to="speculators", target="someone/some-target")
+    (folders / "drafter").rename(folders / "z")
+    (folders / "s").rename(folders / "drafter")
+    result = invoke(Path(), "--max-new-tokens", "8", "--methods", "constant", "--limit", "1")
+    assert result.exit_code == 0, result.output
+    saved = json.loads((folders / "out.json").read_text())
+    assert (saved["drafter"]["name"], saved["target"]["name"]) == ("drafter", "target")
+    assert saved["prompts"]["count"] == 1 and not saved["refused"]
 
 
 def test_the_command_says_in_one_line_what_is_wrong(folders):

@@ -1,5 +1,6 @@
 """`dflash-hf generate` and `chat` against plain generate(), and bad input to every command."""
 
+import gzip
 import io
 import json
 import os
@@ -18,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from dflash_hf import __version__
-from dflash_hf.cli import app
+from dflash_hf.checkpoints import convert
+from dflash_hf.cli import _load_pair, app, load_target
 from dflash_hf.terminal import AcceptedStreamer, Conversation, answer, encode, shaded
 from drafters import BLOCK, HITS, make_drafter, oracle
 from targets import make_target, prompt_ids
@@ -95,6 +97,24 @@ def test_accepted_drafts_are_those_that_were_right(hit, new, byte_tokenizer):
     assert done.text == "".join(text for text, _ in pieces)
 
 
+def longrope_target():
+    """Decoded plainly where a text crosses 16 positions."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    return make_target("phi3", rope_parameters=rope, original_max_position_embeddings=16)
+
+
+def test_a_call_that_is_decoded_without_the_drafter_shows_no_drafts(byte_tokenizer):
+    target, ids, pieces = longrope_target(), prompt_ids(), []
+    options = {"do_sample": False, "max_new_tokens": 9}
+    with pytest.warns(UserWarning, match="cross 16 positions"):
+        done = answer(target, make_drafter(), byte_tokenizer, ids, lambda *piece: pieces.append(piece), **options)
+    assert done.ids == plain(target, ids[0].tolist(), 9)
+    assert done.accepted == [accepted for _, accepted in pieces] == [False] * 9
+    assert str(done).endswith(" tokens/s), decoded without the drafter; 9 target passes, 0 with drafts")
+    shown = json.loads(done.to_json())
+    assert (shown["tau"], shown["target_passes"], shown["accepted"]) == (None, 9, [False] * 9)
+
+
 def test_text_comes_whole_when_characters_take_several_tokens():
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
@@ -107,7 +127,7 @@ def test_text_comes_whole_when_characters_take_several_tokens():
     streamer = AcceptedStreamer(tokenizer, drafter, lambda *piece: pieces.append(piece))
     streamer.put(torch.tensor([[1, 2, 3]]))  # the prompt
     for number, token in enumerate([*ids, ids[-5]]):  # one byte of the emoji more, and no end to it
-        drafter.last_run.target_passes = number // 2
+        drafter.last_run.target_passes = 1 + number // 2
         streamer.put(torch.tensor([token]))
     streamer.end()
     assert "".join(piece for piece, _ in pieces) == text + "\ufffd"
@@ -174,6 +194,27 @@ def test_sampling_options_reach_generate(pair):
     hot = ["--sample", "--temperature", "3"]
     assert text(*hot) == text(*hot) != text(*hot, "--seed", "1")
     assert text(*hot, "--top-k", "1") == text(*hot, "--top-p", "1e-6") == text()
+
+
+def test_a_target_can_be_spread_over_devices(pair):
+    pytest.importorskip("accelerate")
+    command = ["generate", "ABCD", *pair, "--max-new-tokens", "20"]
+    assert invoke(*command, "--device", "auto").stdout == invoke(*command).stdout != ""
+    folder = pair[pair.index("--target") + 1]
+    assert load_target(folder, device="auto")[0].hf_device_map
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+def test_pairs_come_in_one_dtype_and_rope_in_float32(layout, dtype, pair, tmp_path):
+    target, drafter = (pair[pair.index(f"--{name}") + 1] for name in ("target", "drafter"))
+    if layout == "speculators":
+        convert(drafter, tmp_path / "s", to=layout, target="someone/some-target")
+        drafter = str(tmp_path / "s")
+    model, assistant, _ = _load_pair(target, drafter, "constant", dtype=dtype, device="cpu")
+    assert assistant.dtype == model.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    assert assistant.rotary_emb.inv_freq.dtype == torch.float32 and assistant.config.name_or_path == drafter
+    assert assistant.generation_config.num_assistant_tokens_schedule == "constant"
 
 
 def test_chat_answers_as_if_each_turn_were_told_from_the_beginning(pair, tokenizer):
@@ -285,6 +326,9 @@ FILES = {
     "nothing.jsonl": "",
     "long.jsonl": json.dumps({"turns": [600 * "A"]}) + "\n",
     "no-turns.jsonl": '{"turns": []}\n',
+    "turns-text.jsonl": '{"turns": "ABCD"}\n',
+    "messages-odd.jsonl": '{"messages": ["ABCD"]}\n',
+    "system.jsonl": '{"messages": [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}]}\n',
     "empty-prompt.jsonl": '{"turns": [""]}\n',
     "answers.jsonl": json.dumps({"id": "a", "ids": list(range(8, 40)), "spans": [[4, 30]]}) + "\n",
     "answers-cut.jsonl": '{"id": "a", "ids": [1, 2',
@@ -342,6 +386,10 @@ BAD = [
     (GENERATE, "--sample --temperature nan", "Expected a finite temperature > 0"),
     (ANSWER, "--sample --temperature inf", "Expected a finite temperature > 0"),
     (GENERATE, "--sample --top-p 2", "0 < top_p <= 1"),
+    (GENERATE, "--temperature 0.6 --top-k 20", "and --temperature, --top-k would be ignored: add --sample"),
+    (CHAT, "--top-k 0", "and --top-k would be ignored: add --sample"),
+    (ANSWER, "--top-p 1", "and --top-p would be ignored: add --sample"),
+    (BENCH, "--temperature 1", "and --temperature would be ignored: add --sample"),
     (GENERATE, "--seed 18446744073709551616", "'--seed': Input should be less than"),
     (GENERATE, "--dtype float99", "got 'float99'"),
     (GENERATE, "--dtype int64", "got 'int64'"),
@@ -367,7 +415,8 @@ BAD = [
     (ANSWER, {"out": "empty"}, "empty"),
     (ANSWER, {"out": "nowhere/out"}, "nowhere/out"),
     (ANSWER, "--sample --temperature 0", "Expected a finite temperature > 0"),
-    (ANSWER, "--batch-size 0", "must be at least 1"),
+    (ANSWER, "--batch-size 0", "greater than or equal"),
+    (ANSWER, "--max-new-tokens -1", "greater than or equal"),
     (FEATURES, {"answers.jsonl": "nowhere.jsonl"}, "nowhere.jsonl"),
     (FEATURES, {"answers.jsonl": "answers-cut.jsonl"}, "answers-cut.jsonl:1: not JSON"),
     (FEATURES, {"answers.jsonl": "latin.jsonl"}, "latin.jsonl:1: not UTF-8"),
@@ -393,13 +442,26 @@ BAD = [
     (TRAIN, "--num_anchors 0", "num_anchors must be at least 1"),
     (TRAIN, "--num-layers 0", "greater than or equal"),
     (TRAIN, "--nope 3", "--nope"),
+    (TRAIN, "--optim galore_adamw --optim_target_modules fc", "galore_torch"),  # a package that is not there
     (BENCH, {"prompts.jsonl": "nowhere.jsonl"}, "There is no file nowhere.jsonl"),
-    (BENCH, {"prompts.jsonl": "latin.jsonl"}, "latin.jsonl is not UTF-8"),
+    (BENCH, {"prompts.jsonl": "latin.jsonl"}, "latin.jsonl:1: not UTF-8"),
     (BENCH, {"prompts.jsonl": "nothing.jsonl"}, "nothing.jsonl holds no prompts"),
-    (BENCH, {"prompts.jsonl": "empty-prompt.jsonl"}, "empty-prompt.jsonl, record 1"),
+    (BENCH, {"prompts.jsonl": "empty-prompt.jsonl"}, "empty-prompt.jsonl:1: expected at least one user"),
+    (BENCH, {"prompts.jsonl": "no-turns.jsonl"}, "no-turns.jsonl:1: expected at least one user turn"),
+    (BENCH, {"prompts.jsonl": "turns-text.jsonl"}, "each a non-empty text, got 'ABCD'"),
+    (BENCH, {"prompts.jsonl": "messages-odd.jsonl"}, "messages-odd.jsonl:1: `messages` must hold user and assistant"),
+    (BENCH, {"prompts.jsonl": "cut.jsonl.gz"}, "cut.jsonl.gz is damaged or cut off"),
+    (BENCH, {"prompts.jsonl": "nowhere.jsonl.xz"}, "There is no file nowhere.jsonl.xz"),
+    (BENCH, {"target ": "target-bad-chat "}, "chat template refuses prompt '1'"),
+    (BENCH, {"target ": "target-no-chat ", "prompts.jsonl": "system.jsonl"}, "Prompt '1' has a system message"),
+    (BENCH, "--limit -5", "greater than or equal"),
+    (BENCH, "--per-category 0", "greater than or equal"),
+    (BENCH, "--max-new-tokens 0", "greater than or equal"),
+    (BENCH, "--repeats 0", "greater than or equal"),
+    (BENCH, "--batch-size 0", "greater than or equal"),
     (BENCH, {"target ": "target-cut "}, "A file of target-cut is damaged"),
     (BENCH, {"target ": "target-other "}, "vocabulary of 64 tokens, the target has 80"),
-    (BENCH, {" drafter": " drafter-cut"}, "drafter-cut/model.safetensors is damaged"),
+    (BENCH, {" drafter": " drafter-cut"}, "drafter-cut/model.safetensors cannot be read"),
     (BENCH, {"out out": "out nowhere/out"}, "There is no folder"),
     (BENCH, "--seed -1", "'--seed': Input should be greater than"),
     (BENCH, {"out out": "out empty"}, "Expected the name of a file to write"),
@@ -410,7 +472,7 @@ BAD = [
     (BENCH, "--threads 0", "greater than or equal"),
     (CHECK, {"target ": "target-cut "}, "A file of target-cut is damaged"),
     (CHECK, {"target ": "target-pickle "}, "does not hold the weights of a LlamaForCausalLM"),
-    (CHECK, "--prompts latin.jsonl", "latin.jsonl is not UTF-8"),
+    (CHECK, "--prompts latin.jsonl", "latin.jsonl:1: not UTF-8"),
     (CHECK, "--prompts nowhere.jsonl", "There is no file nowhere.jsonl"),
     (CHECK, "--out pipe", "Expected the name of a file to write"),
     (CHECK, "--out nowhere/out", "There is no folder nowhere"),
@@ -451,6 +513,7 @@ def places(tmp_path_factory, pair):
     os.mkfifo(folder / "pipe")  # stands for every device: never to be replaced, nor waited for
     for name, text in FILES.items():
         (folder / name).write_text(text)
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(FILES["prompts.jsonl"].encode())[:-9])
     (folder / "latin.jsonl").write_bytes('{"turns": ["café"]}\n'.encode("latin-1"))
     return folder
 

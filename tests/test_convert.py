@@ -239,7 +239,7 @@ def test_a_checkpoint_trained_elsewhere(shared, tmp_path):
 
 @pytest.mark.parametrize("layout", ["z-lab", "speculators"])
 def test_a_dtype_is_that_of_the_parameters_and_rope_stays_in_float32(layout, tmp_path):
-    """`drafter.to(dtype)` would round the rotation of every position; what `from_pretrained(dtype=...)` does counts."""
+    """`drafter.to(dtype)` would round the rotations; what `from_pretrained(dtype=...)` does counts."""
     save(tmp_path / "z-lab")
     convert(tmp_path / "z-lab", tmp_path / "speculators", to="speculators", target=TARGET)
     loaded = load_drafter(tmp_path / layout, dtype=torch.bfloat16)

@@ -17,6 +17,7 @@ from dflash_hf.benchmark import Prompt, bench
 from dflash_hf.checkpoints import convert
 from dflash_hf.cli import app
 from dflash_hf.hub import publish
+from dflash_hf.hub.card import Measurements
 from dflash_hf.hub.publish import without_tokens
 from drafters import make_drafter
 from hub_server import TOKEN, HubServer
@@ -179,6 +180,28 @@ def test_every_number_of_the_card_is_the_reports(folder, report, tmp_path):
     for name in plots:
         assert f"]({name})" in card.text
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_tau_is_of_the_longest_blocks_and_speed_of_what_generate_does_by_itself(report, tmp_path):
+    whole = numbers_of(report)
+    row = whole["summary"]["constant"]
+
+    def published(*names, sampled=False) -> dict:
+        """Each method has its place in `names` as its tau and speed-up."""
+        rows = {n: row | {"tau": i + 1, "ratio": row["ratio"] | {"value": i + 1}} for i, n in enumerate(names)}
+        sampling = whole["settings"]["sampling"] | {"do_sample": sampled}
+        changes = {"summary": {"plain": whole["summary"]["plain"]} | rows, "by_category": {}}
+        changes["settings"] = whole["settings"] | {"sampling": sampling}
+        (tmp_path / "x.json").write_text(json.dumps(whole | changes))
+        return {result.metric_type: result.metric_value for result in Measurements(tmp_path / "x.json").eval_results()}
+
+    assert published("constant") == {"tau": 1, "speedup": 1}
+    assert published("constant k=2", "constant k=10", "constant k=4") == {"tau": 2, "speedup": 2}
+    assert published("constant k=2", "constant", "adaptive") == {"tau": 2, "speedup": 3}
+    assert published("constant tau=3", "coupled", "constant k=2", "adaptive") == {"tau": 3, "speedup": 4}
+    assert published("constant", "coupled", "adaptive", sampled=True) == {"tau": 1, "speedup": 3}
+    with pytest.raises(ValueError, match="no run of the method `constant`"):
+        published("adaptive", "coupled", "constant tau=3", "constant k=2 tau=3")
 
 
 def test_a_card_that_is_there_keeps_its_words(folder, report, tmp_path):
