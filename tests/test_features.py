@@ -15,7 +15,7 @@ from dflash_hf.cli import app
 from dflash_hf.training import features as module
 from dflash_hf.training.answers import Sample
 from dflash_hf.training.features import FeatureDataset, feature_bytes, target_features, write_features
-from dflash_hf.training.trainer import SampleDataset, read_dataset
+from dflash_hf.training.trainer import DFlashTrainer, SampleDataset, read_dataset
 from drafters import make_drafter
 from targets import VOCAB, make_target
 from test_training import arguments, assert_same_weights, samples, target, trained  # noqa: F401  (fixtures)
@@ -181,6 +181,22 @@ def test_a_drafter_of_other_layers_is_refused(target, folder, tmp_path):
     drafter = make_drafter(target_layer_ids=[1, 2, 3])
     with pytest.raises(ValueError, match=r"target layers \[1, 3, 4\], the drafter reads \[1, 2, 3\]"):
         trained(target, FeatureDataset(folder), tmp_path, drafter=drafter)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"seed": 1}, r"of another target: .* fingerprint \w{16}, this one's \w{16}\. Load the target as it was then"),
+        ({"hidden_size": 48}, r"of a target of hidden size 32, this one's is 48: write features of this target"),
+    ],
+)
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_features_of_another_target_are_refused(name, other, message, folder, tmp_path):
+    drafter = make_drafter(hidden_size=other.get("hidden_size", 32))
+    settings = arguments(tmp_path / "out")
+    with pytest.raises(ValueError, match=f"The features of {name} are {message}"):
+        DFlashTrainer(drafter, make_target("qwen3", **other), settings, **{name: FeatureDataset(folder)})
+    assert not (tmp_path / "out").exists()
 
 
 def test_command_line_from_answers_to_a_drafter(target, samples, byte_tokenizer, tmp_path):

@@ -9,26 +9,29 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import ModelCard
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, TrainerCallback
 from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import app
-from dflash_hf.training import objective
+from dflash_hf.training import acceptance, objective
 from dflash_hf.training.acceptance import figures, walk
 from dflash_hf.training.answers import Sample
 from dflash_hf.training.features import target_features
 from dflash_hf.training.trainer import (
     DFlashTrainer,
     DFlashTrainingArguments,
+    Head,
     SampleDataset,
     last_checkpoint,
 )
 from drafters import BLOCK, make_drafter
 from hub_server import TOKEN, HubServer
-from targets import FIRST_TEXT_ID, HIDDEN, MASK, VOCAB, make_target
+from targets import COMMON, FIRST_TEXT_ID, HIDDEN, MASK, VOCAB, make_target, prompt_ids
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 VARIANTS = {
@@ -146,6 +149,27 @@ def test_flex_attention_sees_what_sdpa_sees(variant):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3, 40, 300])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_of_flex_attention_are_those_of_every_pair(causal, window):
+    """torch's own way to them, from the dense mask. Sequences of several tiles and of less than one."""
+    generator = torch.Generator().manual_seed(0)
+    L, T, visible = 7, 900, []
+    for begin, stop, count in ((0, 300, 20), (300, 310, 5), (310, T, 60)):
+        anchors = torch.randint(begin, stop, (count,), generator=generator).sort().values
+        visible += [[begin, anchor] for anchor in anchors.tolist()]
+    visible = torch.tensor(visible)
+    dense = objective.visibility(visible, L, 0, T, causal=causal, window=window)
+    expected = create_block_mask(lambda b, h, q, k: dense[q, k], 1, None, *dense.shape, device="cpu")
+    found = objective.tiles(visible, L, T, causal=causal, window=window)
+    assert found.seq_lengths == expected.seq_lengths
+    assert found.full_kv_num_blocks.any() or window is not None
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_indices"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    query, key = (torch.arange(n) for n in dense.shape)
+    assert torch.equal(found.mask_mod(0, 0, query[:, None], key), dense)
+
+
 # -- the objective --
 
 
@@ -187,7 +211,7 @@ def test_loss_in_chunks_is_the_loss_and_its_gradient(distillation_weight, absent
         return (states @ head.T).index_fill(1, torch.tensor(absent, dtype=torch.long), float("-inf"))
 
     monkeypatch.setattr(objective, "LOGITS_IN_A_CHUNK", 3 * VOCAB)
-    monkeypatch.setattr(objective, "ROWS_IN_A_CHUNK", {})
+    monkeypatch.setattr(objective, "ROWS_IN_A_CHUNK", 1)
     loss = objective.weighted_loss(
         states, labels, weights, logits_of, VOCAB, lambda p: teacher[p], teachers, distillation_weight
     )
@@ -228,7 +252,7 @@ def test_a_vocabulary_of_262k_does_not_need_gigabytes():
         torch.arange(rows),
         0.5,
     ).backward()
-    assert memory("VmHWM") - before < 6 * 4 * objective.ROWS_IN_A_CHUNK["cpu"] * vocabulary < 0.5e9
+    assert memory("VmHWM") - before < 6 * 4 * objective.ROWS_IN_A_CHUNK * vocabulary < 0.5e9
 
 
 @pytest.mark.parametrize(
@@ -318,6 +342,75 @@ def test_an_untrained_teacher_of_itself_has_no_divergence(target, samples, tmp_p
                 weights += weight
     assert float(total) == pytest.approx(weights, rel=1e-5)
     assert float(loss) == pytest.approx(expected / weights, rel=1e-4)
+
+
+HEADS = {  # what stands behind the LM head
+    "LlamaForCausalLM": {},
+    "CohereForCausalLM": {"logit_scale": 0.3},
+    "GraniteForCausalLM": {"logits_scaling": 3.0},
+    "Gemma2ForCausalLM": {"head_dim": 16, "final_logit_softcapping": 2.0},
+    "FalconH1ForCausalLM": {
+        "lm_head_multiplier": 0.4,
+        "head_dim": 16,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_ssm": 64,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", HEADS)
+def test_the_teachers_logits_are_the_targets(family, dtype):
+    cls = getattr(transformers, family)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = cls._from_config(cls.config_class(**COMMON | HEADS[family]), dtype=dtype).eval()
+    ids = prompt_ids()
+    _, final = target_features(target, ids, [1], with_final=True)
+    expected = target(ids).logits[0].float()
+    found = Head(make_drafter(), target).of_target(final[0].float())
+    torch.testing.assert_close(found, expected, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
+
+
+def test_a_quantized_head_takes_the_states_as_they_are(target, tmp_path, samples):
+    """Its weight is of integers, so that its dtype says nothing of what it reads; rows of it are no head."""
+
+    class Quantized(torch.nn.Module):
+        def __init__(self, head):
+            super().__init__()
+            self.scale = head.weight.abs().max() / 127
+            self.weight = torch.nn.Parameter((head.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+        def forward(self, states):
+            return states @ (self.weight.to(states.dtype) * self.scale).T
+
+    plain, states = target.get_output_embeddings(), torch.randn(3, HIDDEN)
+    quantized = make_target("qwen3")
+    quantized.set_output_embeddings(Quantized(plain))
+    head = Head(make_drafter(), quantized)
+    torch.testing.assert_close(head.of_target(states), plain(states), rtol=0, atol=0.1)
+    torch.testing.assert_close(head(states), head.of_target(states))
+    with pytest.raises(ValueError, match=r"answer_vocabulary needs .* a head that is not quantized: leave it out"):
+        DFlashTrainer(
+            make_drafter(), quantized, arguments(tmp_path / "out", answer_vocabulary=True), SampleDataset(samples)
+        )
+
+
+def test_weights_that_are_not_float32_are_refused_and_the_target_evaluates(target, samples, tmp_path):
+    """Embedding table and LM head are not trained. bfloat16 is fine to evaluate."""
+    data, drafter = SampleDataset(samples), make_drafter(own_tensors=OWN).bfloat16()
+    with pytest.raises(ValueError, match=r"must be float32, .* is torch.bfloat16: call drafter.float\(\) first"):
+        DFlashTrainer(drafter, target, arguments(tmp_path / "out"), data)
+    assert not (tmp_path / "out").exists()
+    assert DFlashTrainer(drafter, target, arguments(tmp_path), eval_dataset=data).evaluate()["eval_tau"] >= 1
+    drafter.float().lm_head.bfloat16()
+    busy = make_target("qwen3").train()
+    DFlashTrainer(drafter, busy, arguments(tmp_path), data)
+    assert not any(module.training for module in busy.modules())
 
 
 def test_how_a_step_is_cut_into_batches_does_not_matter(target, samples, tmp_path):
@@ -421,6 +514,38 @@ def test_evaluation_counts_the_cycles_of_generation(overfitted, samples):
         seen.add(run.tau)
     assert len(seen) > 2  # the unknown answer, at the least, went another way
     assert figures(rows)["tau"] == pytest.approx(rows[:, 2].sum() / rows[:, 3].sum())
+
+
+@pytest.mark.parametrize("most", [1, 9, 20])
+def test_evaluation_in_parts_changes_nothing(most, overfitted, samples, monkeypatch):
+    """However few blocks a pass makes, and with answers of several turns and of none; more passes find nothing."""
+    _, trainer = overfitted
+    target, drafter = trainer.target, trainer.drafter
+    turns = Sample("turns", samples[7].ids, [(3, 9), (10, 11), (12, len(samples[7].ids))])
+    cut = [*samples[:3], turns, Sample("nothing", samples[5].ids[:7], [(6, 7)])]
+    items = [item_of(target, sample, drafter.config) for sample in cut]
+    passes, rows = [], []
+
+    def model(noise_embeds, **inputs):
+        passes.append(noise_embeds.shape[1] // BLOCK)
+        return drafter(noise_embeds=noise_embeds, **inputs)
+
+    def head(states):
+        rows.append(len(states))
+        return drafter.compute_logits(states, target.get_output_embeddings(), VOCAB)
+
+    whole = walk(model, drafter, items, head, target.get_input_embeddings(), 2.0)
+    assert passes == [sum(len(objective.possible_anchors(sample.spans)) for sample in cut)]
+    monkeypatch.setattr(acceptance, "BLOCKS_IN_A_PASS", most)
+    monkeypatch.setattr(acceptance, "ROWS_OF_LOGITS", 7)
+    passes.clear()
+    rows.clear()
+    parts = walk(model, drafter, items, head, target.get_input_embeddings(), 2.0)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-4)
+    assert len(passes) == acceptance.num_passes(items) > 1
+    assert max(passes) <= max(most, len(items)) and max(rows) == 2 * (BLOCK - 1)
+    more = walk(model, drafter, items, head, target.get_input_embeddings(), 2.0, passes=len(passes) + 2)
+    assert torch.equal(more, parts) and passes[-2:] == [1, 1]
 
 
 def test_example_trains_a_drafter_that_helps(tmp_path):
@@ -684,6 +809,21 @@ def test_killed_while_it_saves_and_started_again_gives_the_same_weights(target, 
     again = trained(target, SampleDataset(samples), tmp_path / "killed", resume=True, **RUN)
     assert again.state.global_step == 7
     assert_same_weights(whole.model, again.model)
+
+
+def test_weights_without_a_state_are_left_alone(tmp_path, caplog):
+    """Somebody's weights, and what a kill left: nothing to go on from, and nothing to delete."""
+    for step, content in ((2, '{"global_step": 2}'), (4, None), (6, '{"global_'), (8, "{}")):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+        if content is not None:
+            (folder / "trainer_state.json").write_text(content)
+    for _ in range(2):
+        assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    for step in (2, 4, 6, 8):
+        assert (tmp_path / f"checkpoint-{step}" / "model.safetensors").read_bytes() == b"weights"
+        assert caplog.text.count(f"checkpoint-{step} is left out, it is no checkpoint to go on from") == (step > 2)
 
 
 def test_a_finished_run_takes_no_step_more(target, samples, tmp_path, caplog):
