@@ -112,8 +112,8 @@ def encode(prompt: Prompt, tokenizer, **options) -> list[int]:
                 "in: take the message out of the prompts."
             )
         return tokenizer(prompt.text)["input_ids"]
-    chat = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-    chat.append({"role": "user", "content": prompt.text})
+    said = {"system": prompt.system, "user": prompt.text}
+    chat = [{"role": role, "content": content} for role, content in said.items() if content is not None]
     options |= {"add_generation_prompt": True, "return_dict": True}
     try:
         return tokenizer.apply_chat_template(chat, **options)["input_ids"]

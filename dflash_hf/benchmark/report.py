@@ -70,8 +70,8 @@ class Report:
         cycles = sum(run["cycles"] or 0 for run in runs)
         accepted, offered = (_sum_by_slot([run[key] for run in runs]) for key in ("accepted", "offered"))
         shares: dict[str, float | None] = {}
-        for share, key in (("prefill", "first_token_s"), ("drafting", "drafting_s"), ("verifying", "verifying_s")):
-            times = [run[key] for run in runs]
+        for share, figure in (("prefill", "first_token_s"), ("drafting", "drafting_s"), ("verifying", "verifying_s")):
+            times = [run[figure] for run in runs]
             shares[share] = None if None in times else sum(times) / seconds
         known = [share for share in shares.values() if share is not None]
         shares["other"] = 1 - sum(known) if len(known) == len(shares) else None
