@@ -372,8 +372,23 @@ def test_the_teachers_logits_are_the_targets(family, dtype):
     ids = prompt_ids()
     _, final = target_features(target, ids, [1], with_final=True)
     expected = target(ids).logits[0].float()
-    found = Head(make_drafter(), target).of_target(final[0].float())
-    torch.testing.assert_close(found, expected, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
+    for rows in (None, torch.tensor([3, 9, 60])):
+        head = Head(make_drafter(), target, rows)
+        found = head.of_target(final[0].float())
+        chosen = expected if rows is None else expected[:, rows]
+        torch.testing.assert_close(found, chosen, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
+        head.check_target(target)
+
+
+def test_a_teacher_with_logits_of_its_own_is_refused(samples, tmp_path):
+    """HyperCLOVA X multiplies by what Granite divides by, under the same name."""
+    config = transformers.HyperCLOVAXConfig(**COMMON, logits_scaling=0.5)
+    target = transformers.HyperCLOVAXForCausalLM(config).eval()
+    data, out = SampleDataset(samples), tmp_path / "out"
+    with pytest.raises(ValueError, match=r"The logits of HyperCLOVAXForCausalLM are not .*: leave out distillation_w"):
+        DFlashTrainer(make_drafter(), target, arguments(out, distillation_weight=0.5), data)
+    assert not out.exists()
+    DFlashTrainer(make_drafter(), target, arguments(out), data)
 
 
 def test_a_quantized_head_takes_the_states_as_they_are(target, tmp_path, samples):
@@ -744,6 +759,7 @@ sys.path[:0] = [{root!r}, {tests!r}]
 import torch
 torch.set_num_threads(1)
 from test_training import *
+acceptance.BLOCKS_IN_A_PASS = 5  # one process has more passes of an evaluation to make than the other
 target, folder, kill_at = make_target("qwen3"), sys.argv[1], int(sys.argv[2])
 samples = torch.load(sys.argv[3], weights_only=False)
 

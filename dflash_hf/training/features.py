@@ -50,7 +50,8 @@ def target_features(
         use_cache=False,
         logits_to_keep=1,  # the LM head is not needed; one row is the least that it can be asked for
     )
-    features = torch.cat([outputs.hidden_states[i] for i in wanted], dim=-1)
+    states = [outputs.hidden_states[i] for i in wanted]
+    features = torch.cat([state.to(states[0].device) for state in states], dim=-1)  # layers may be on several devices
     return features, outputs.hidden_states[last] if with_final else None
 
 

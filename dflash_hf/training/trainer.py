@@ -195,7 +195,8 @@ class DFlashTrainer(Trainer):
 
     Raises:
         ValueError: the drafter does not fit the target or is not float32, the features are of other layers or of
-            another target, or a token id is beyond the target's vocabulary. Nothing was written then.
+            another target, a token id is beyond the target's vocabulary, or its logits are no teacher, see
+            `Head.check_target`. Nothing was written then.
 
     Example:
         >>> dataset = SampleDataset(read_samples("answers.jsonl"))                                # doctest: +SKIP
@@ -227,6 +228,8 @@ class DFlashTrainer(Trainer):
         reduced = args.answer_vocabulary and train_dataset is not None
         rows = answer_tokens(train_dataset, args.max_length) if reduced else None
         self.head = Head(self.drafter, target, rows)
+        if train_dataset is not None and args.distillation_weight > 0:
+            self.head.check_target(target)
         self._known = None  # ids that a reduced draft vocabulary holds
         if self.drafter.d2t is not None:
             self._known = torch.zeros(self.drafter.config.vocab_size, dtype=torch.bool)
@@ -472,7 +475,7 @@ class Head:
         self.drafter, self.text = drafter, target.config.get_text_config()
         self.module = target.get_output_embeddings()
         self.vocab_size = drafter.config.vocab_size
-        self.numbers = None
+        self.rows = self.numbers = None
         if rows is not None:
             weight = getattr(self.module, "weight", None)
             plain = weight is not None and weight.is_floating_point() and weight.shape[0] == self.vocab_size
@@ -482,7 +485,7 @@ class Head:
                     "quantized: leave it out."
                 )
             whole, self.vocab_size = self.module, len(rows)
-            rows = rows.to(whole.weight.device)
+            self.rows = rows = rows.to(whole.weight.device)
             self.module = torch.nn.Linear(1, 1, bias=whole.bias is not None)
             self.module.weight = torch.nn.Parameter(whole.weight.detach()[rows], requires_grad=False)
             if whole.bias is not None:
@@ -511,6 +514,25 @@ class Head:
         if cap := getattr(self.text, "final_logit_softcapping", None):
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def check_target(self, target) -> None:
+        """Compare `of_target` with a pass of the target: it knows what models do behind their heads by name only.
+
+        Raises:
+            ValueError: they are not the same logits.
+        """
+        ids = torch.arange(min(16, self.drafter.config.vocab_size))[None]
+        _, final = target_features(target, ids, [0], with_final=True)
+        with torch.no_grad():
+            found, expected = self.of_target(final[0]), target(input_ids=ids.to(target.device)).logits[0].float()
+        expected = expected.to(found.device)
+        if self.numbers is not None:
+            expected = expected[:, self.rows]
+        if (found - expected).norm() > 0.05 * expected.norm():
+            raise ValueError(
+                f"The logits of {type(target).__name__} are not those of its LM head, nor scaled in a way that is "
+                "known here, so they cannot be learnt from: leave out distillation_weight."
+            )
 
     def number(self, ids: torch.Tensor) -> torch.Tensor:
         """Where ids of the vocabulary stand in this head."""
