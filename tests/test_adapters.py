@@ -9,7 +9,7 @@ import torch
 from dflash_hf import DFlashDraftModel
 from dflash_hf.training.trainer import DFlashTrainer, SampleDataset
 from drafters import make_drafter
-from targets import make_target
+from targets import make_target, prompt_ids
 from test_training import arguments, assert_same_weights, samples, target, trained  # noqa: F401  (fixtures)
 
 peft = pytest.importorskip("peft", reason="needs peft: `make test` installs it")
@@ -140,3 +140,16 @@ def test_target_with_an_adapter(on_drafter, samples, tmp_path):
     out = target.generate(input_ids=prompt, assistant_model=trainer.model.eval(), max_new_tokens=12, do_sample=False)
     assert torch.equal(out, plain)
     assert trainer.drafter.last_run.tokens == 12
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+def test_targets_with_prompt_learning_are_decoded_plainly(kind):
+    """peft puts virtual tokens before the prompt in a way of its own, in which drafts cannot follow."""
+    torch.manual_seed(1)
+    settings = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+    target = peft.get_peft_model(make_target("llama"), getattr(peft, kind)(**settings)).eval()
+    options = {"input_ids": prompt_ids(length=9), "do_sample": False, "max_new_tokens": 12}
+    expected, drafter = target.generate(**options), make_drafter()
+    with pytest.warns(UserWarning, match="prompt learning"):
+        out = target.generate(**options, assistant_model=drafter)
+    assert out.tolist() == expected.tolist()

@@ -296,6 +296,20 @@ def test_longrope_targets_are_decoded_plainly_across_their_threshold():
     assert out.tolist() == expected.tolist()
 
 
+def test_dynamic_rope_targets_are_decoded_plainly_beyond_their_length():
+    """Rotations are those of the largest position in a pass, so drafts would change them; nothing stays behind."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    target, drafter = make_target("llama", rope_parameters=rope, max_position_embeddings=20), make_drafter()
+    short, ids = prompt_ids(length=5, seed=3), prompt_ids(length=9)
+    of_short, expected = (target.generate(of, do_sample=False, max_new_tokens=n) for of, n in ((short, 8), (ids, 30)))
+    with pytest.warns(UserWarning, match="beyond 20 positions"):
+        out = target.generate(ids, do_sample=False, max_new_tokens=30, assistant_model=drafter)
+    assert out.tolist() == expected.tolist() and drafter.last_run.target_passes == 0
+    assert target.generate(short, do_sample=False, max_new_tokens=8).tolist() == of_short.tolist()
+    out = target.generate(short, do_sample=False, max_new_tokens=8, assistant_model=drafter)
+    assert out.tolist() == of_short.tolist() and drafter.last_run.drafted_cycles > 0
+
+
 def test_autocast_and_key_widths():
     target, ids = make_target("gemma3", attn_implementation="eager"), prompt_ids(length=9)
     with torch.autocast("cpu", dtype=torch.bfloat16):

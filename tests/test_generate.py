@@ -858,3 +858,5 @@ def test_a_drafter_of_nan_costs_nothing_but_time():
         drafter.generation_config.num_assistant_tokens_schedule = schedule
         assert torch.equal(target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=40), expected)
     assert top_probability(torch.full((1, 2, 5), float("nan"))).tolist() == [[0.0, 0.0]]
+    drafter.generation_config.assistant_sampling = "rejection"
+    assert target.generate(ids, assistant_model=drafter, do_sample=True, max_new_tokens=40).shape == (1, 49)

@@ -98,6 +98,28 @@ def test_a_second_turn(family):
     assert texts[0].tolist() == texts[1].tolist()
 
 
+@pytest.mark.parametrize("at", range(2, 7))
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
+def test_a_pass_or_replay_that_breaks_off_leaves_a_usable_cache(family, at):
+    target, ids = hybrid(family), prompt_ids(length=9)
+    text = target.generate(ids, do_sample=False, max_new_tokens=24, pad_token_id=0)[0].tolist()
+    cache, calls = DynamicCache(config=target.config), []
+
+    def break_off(*_):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    hook = target.model.layers[0].register_forward_hook(break_off)
+    options = {"do_sample": False, "pad_token_id": 0, "cache": cache}
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(ids, max_new_tokens=24, assistant_model=oracle(text, "sometimes"), **options)
+    hook.remove()
+    known = cache.get_seq_length() + 1
+    out = target.generate(torch.tensor([text[:known]]), max_new_tokens=len(text) - known, **options)
+    assert out[0].tolist() == text
+
+
 def test_several_rows_and_other_states_are_refused():
     with pytest.raises(ValueError, match="one sequence at a time here, got 2"):
         hybrid("qwen3_5").generate(prompt_ids(2), max_new_tokens=4, assistant_model=make_drafter())

@@ -70,6 +70,25 @@ def test_attention_shares_keys_and_values_between_heads(dtype):
     torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
 
 
+class Odd(torch.Tensor):
+    """A weight that knows its own `linear` only, as quantized and distributed ones do."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.mm, torch.ops.mkldnn._reorder_linear_weight):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_weights_of_other_kinds_are_left_to_their_layer():
+    linear, x = nn.Linear(16, 32), torch.randn(8, 16)
+    expected = linear(x)
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Odd), requires_grad=False)
+    assert type(linear) is nn.Linear and type(linear.weight) is not nn.Parameter
+    assert PackedHead.of(linear) is None
+    torch.testing.assert_close(with_cpu_kernels(linear)(x).as_subclass(torch.Tensor), expected)
+
+
 @needs_mkl
 def test_layers_that_are_not_plain_stay():
     class Own(nn.Linear):

@@ -389,6 +389,8 @@ class Drafting:
         logits = logits.to(anchors.device)
         if self.do_sample or self.processors:
             logits = logits.float()
+        if self.do_sample and noise is None:  # nothing can be drawn from NaN, which float16 may overflow to
+            logits = logits.nan_to_num(0.0, neginf=float("-inf"))
         if self.slot_by_slot:
             picked = [
                 self._pick_slot_by_slot(

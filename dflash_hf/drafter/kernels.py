@@ -71,7 +71,7 @@ def with_cpu_kernels(module: Model) -> Model:
         name: None if child is None else with_cpu_kernels(child) for name, child in module._modules.items()
     }
     # An own `forward` (offloading, compilation) stands in the object and goes on to call the original.
-    plain = type(module) is nn.Linear and torch.backends.mkl.is_available()
+    plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and torch.backends.mkl.is_available()
     if plain and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu":
         twin.__class__ = FewRowsLinear  # type: ignore[assignment]  # the same attributes, another forward
     config = getattr(module, "config", None)
@@ -115,6 +115,7 @@ class PackedHead:
     def of(cls, module: nn.Module | None) -> "PackedHead | None":
         """The packed form of a plain linear layer on the CPU in float32; None for any other head."""
         plain = type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+        plain = plain and type(module.weight) is nn.Parameter  # quantized and distributed ones are subclasses
         if not plain or hasattr(module, "_hf_hook") or not torch.backends.mkldnn.is_available():
             return None
         weight = module.weight

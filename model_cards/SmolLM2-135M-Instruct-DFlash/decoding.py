@@ -183,12 +183,22 @@ def _why_not_row_by_row(logits_processor, stopping_criteria, generation_config, 
     return None
 
 
-def _why_not_several_tokens(target, prompt_length: int, max_length: int) -> str | None:
-    """Longrope changes its table, and with it all keys, where a text grows beyond the length of pretraining."""
-    rope = getattr(target.config.get_text_config(), "rope_parameters", None) or {}
-    short = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
-    if short is not None and prompt_length <= short < max_length:
-        return f"the text may cross {short} positions, where this target's longrope changes"
+def _why_not_several_tokens(target, shortest: int, longest: int) -> str | None:
+    """What makes a pass over several tokens differ from passes over one each, in texts that grow so far."""
+    if getattr(target.prepare_inputs_for_generation, "__self__", None) is not target:
+        return "its inputs are prepared by somebody else, as peft's prompt learning does"
+    config = target.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:  # or one for each layer type
+        kind, limit = part.get("rope_type"), part.get("original_max_position_embeddings")
+        if kind == "longrope" and limit is not None and shortest <= limit < longest:
+            return f"the text may cross {limit} positions, where this target's longrope changes all rotations"
+        # Its rotations are those of the largest position in a pass, rejected drafts included.
+        if kind == "dynamic" and longest > (limit or config.max_position_embeddings):
+            return (
+                f"the text may grow beyond {limit or config.max_position_embeddings} positions, where this "
+                "target's dynamic RoPE changes with every token"
+            )
     return None
 
 
@@ -236,7 +246,10 @@ def decode(
             f"A DFlash drafter serves one sequence at a time here, got {num_rows}: {no_slots}. Call generate() for "
             "each, or leave out assistant_model."
         )
-    plainly = _why_not_several_tokens(target, prompt_length, generation_config.max_length)
+    seen_mask, num_new = model_kwargs.get("attention_mask"), generation_config.max_length - prompt_length
+    held = int(cache.get_seq_length()) + prompt_length if seen_mask is None else seen_mask.shape[1]
+    shortest = held if seen_mask is None else int(seen_mask.sum(-1).min())
+    plainly = _why_not_several_tokens(target, shortest, held + num_new)
     if num_rows > 1 and not plainly:
         plainly = _why_not_row_by_row(logits_processor, stopping_criteria, generation_config, streamer)
     if plainly:
@@ -567,8 +580,9 @@ def _take_up_context(drafting, drafter, cache, input_ids, model_kwargs, generati
             setattr(drafting, name, getattr(left, name))
     else:
         warnings.warn(
-            "The cache comes from an earlier turn that this drafter did not take part in, or that broke off: the text "
-            "is right, but the drafter knows only the new tokens, so expect fewer accepted drafts.",
+            "The cache comes from an earlier turn that this drafter did not take part in, that had several rows, or "
+            "that broke off: the text is right, but the drafter knows only the new tokens, so expect fewer accepted "
+            "drafts.",
             stacklevel=4,
         )
 

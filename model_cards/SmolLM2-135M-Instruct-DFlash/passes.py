@@ -268,5 +268,6 @@ def _put_back(cache, kept: list[dict]) -> None:
         for name, value in state.items():
             if name not in _STATES:
                 setattr(layer, name, value)
-            elif value:
-                setattr(layer, name, dict(value))
+            elif value:  # copies, as a pass that breaks off may have written to them
+                copies = {i: state.clone() if torch.is_tensor(state) else state for i, state in value.items()}
+                setattr(layer, name, copies)
