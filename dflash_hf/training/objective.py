@@ -260,17 +260,16 @@ def tiles(visible: torch.Tensor, block_size: int, T: int, *, causal: bool, windo
     query = torch.arange(Q, device=device)
     slot = query % L
     block = T + query - slot  # the first key of the query's own block
-    low, high = torch.zeros_like(slot), torch.full_like(slot, L)
+    low, high = torch.zeros_like(slot), torch.full_like(slot, L)  # of the slots that it sees there, [low, high)
     if causal:
         high = slot + 1
     if window is not None:
         begin = torch.maximum(begin, anchor + slot - window + 1)
         low, high = (slot - window + 1).clamp(min=0), torch.minimum(high, slot + window)
-    ranges = [(begin, anchor), (block + low, block + high)]  # [start, stop) each, empty where start >= stop
+    low, high = block + low, block + high
 
     def sees(batch, head, q, k):
-        (start, stop), (own_start, own_stop) = ranges
-        return ((k >= start[q]) & (k < stop[q])) | ((k >= own_start[q]) & (k < own_stop[q]))
+        return ((k >= begin[q]) & (k < anchor[q])) | ((k >= low[q]) & (k < high[q]))
 
     def by_tile(of_queries: torch.Tensor) -> torch.Tensor:
         """`[Q, n]` to `[tiles of queries, TILE, n]`."""
@@ -280,7 +279,7 @@ def tiles(visible: torch.Tensor, block_size: int, T: int, *, causal: bool, windo
     last = first + TILE
     touched = full = torch.zeros((), dtype=torch.bool, device=device)
     # Between the ranges lies the anchor's own position, which no query sees: no tile is full of both together.
-    for start, stop in ((a[:, None], b[:, None]) for a, b in ranges):
+    for start, stop in ((begin[:, None], anchor[:, None]), (low[:, None], high[:, None])):
         touched = touched | by_tile((start < stop) & (start < last) & (stop > first)).any(1)
         full = full | by_tile((start <= first) & (stop >= last)).all(1)
 
