@@ -522,7 +522,7 @@ class Head:
             ValueError: they are not the same logits.
         """
         ids = torch.arange(min(16, self.drafter.config.vocab_size))[None]
-        _, final = target_features(target, ids, [0], with_final=True)
+        final, _ = target_features(target, ids, [self.text.num_hidden_layers - 1])
         with torch.no_grad():
             found, expected = self.of_target(final[0]), target(input_ids=ids.to(target.device)).logits[0].float()
         expected = expected.to(found.device)
