@@ -76,8 +76,8 @@ def with_cpu_kernels(module: Model) -> Model:
         twin.__class__ = FewRowsLinear  # type: ignore[assignment]  # the same attributes, another forward
     config = getattr(module, "config", None)
     if getattr(module, "num_key_value_groups", 1) > 1 and getattr(config, "_attn_implementation", None) == "sdpa":
-        twin.__dict__["config"] = copy.copy(config)
-        twin.config._attn_implementation_internal = SHARED_KV  # this config's own, not that of configs inside it
+        twin.__dict__["config"] = own = copy.copy(config)
+        own._attn_implementation_internal = SHARED_KV  # this config's own, not that of configs inside it
     return twin
 
 
