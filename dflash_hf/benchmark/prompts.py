@@ -2,13 +2,12 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from ..training.answers import OPENERS, _dataset_records, _json_lines, _messages
+from ..training.answers import messages_of, read_records
 
 
 @dataclass
@@ -65,16 +64,9 @@ def read_prompts(
     Example:
         >>> prompts, sha256 = read_prompts("gsm8k_dev.jsonl", limit=30)                         # doctest: +SKIP
     """
-    path = Path(source)
-    if path.is_file():
-        records: Iterator[tuple[str, dict]] = ((f"{path}:{number}", record) for number, record in _json_lines(path))
-    elif path.suffix in {".jsonl", ".json", *OPENERS}:
-        raise FileNotFoundError(f"There is no file {path}; expected a JSONL file with prompts, or a data set's name.")
-    else:
-        records = _dataset_records(str(source), split)
     prompts = []
-    for number, (where, record) in enumerate(records, 1):
-        messages = _messages(record, column, where)
+    for number, (where, record) in enumerate(read_records(source, split), 1):
+        messages = messages_of(record, column, where)
         system = messages[0]["content"] if messages[0]["role"] == "system" else None
         text = messages[0 if system is None else 1]["content"]
         category = str(record.get("category", "all"))
@@ -92,6 +84,7 @@ def read_prompts(
     kept = kept[:limit]
     if not kept:
         raise ValueError(f"{source} holds no prompts{'' if limit is None else f' (limit {limit})'}.")
+    path = Path(source)
     return kept, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 

@@ -91,17 +91,9 @@ def read_prompts(source: str | os.PathLike, split: str = "train", column: str | 
         >>> read_prompts("prompts.jsonl")[0].messages                      # doctest: +SKIP
         [{'role': 'user', 'content': 'Who wrote Faust?'}]
     """
-    path = Path(source)
-    if path.is_file():
-        lines = _json_lines(path)
-        records: Iterator[tuple[str, dict]] = ((f"{path}:{number}", record) for number, record in lines)
-    elif path.suffix in {".jsonl", ".json", *OPENERS}:
-        raise FileNotFoundError(f"There is no file {path}; expected a JSONL file with prompts, or a data set's name.")
-    else:
-        records = _dataset_records(str(source), split)
     prompts, seen = [], set()
-    for number, (where, record) in enumerate(records):
-        prompt = Prompt(str(record.get("id", number)), _messages(record, column, where))
+    for number, (where, record) in enumerate(read_records(source, split)):
+        prompt = Prompt(str(record.get("id", number)), messages_of(record, column, where))
         if prompt.id in seen:
             raise ValueError(f"{where}: the id {prompt.id!r} comes a second time; every prompt needs its own.")
         seen.add(prompt.id)
@@ -109,6 +101,25 @@ def read_prompts(source: str | os.PathLike, split: str = "train", column: str | 
     if not prompts:
         raise ValueError(f"{source} holds no prompts.")
     return prompts
+
+
+def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, dict]]:
+    """Yield each record of a JSONL file or a data set with where it stands (`prompts.jsonl:3`), for messages.
+
+    Args, FileNotFoundError and ModuleNotFoundError are those of `read_prompts`.
+
+    Raises:
+        ValueError: the file is damaged, or a line is not a JSON object in UTF-8; says which line.
+
+    Example:
+        >>> where, record = next(read_records("prompts.jsonl", "train"))   # doctest: +SKIP
+    """
+    path = Path(source)
+    if path.is_file():
+        return ((f"{path}:{number}", record) for number, record in _json_lines(path))
+    if path.suffix in {".jsonl", ".json", *OPENERS}:
+        raise FileNotFoundError(f"There is no file {path}; expected a JSONL file with prompts, or a data set's name.")
+    return _dataset_records(str(source), split)
 
 
 def _dataset_records(name: str, split: str) -> Iterator[tuple[str, dict]]:
@@ -151,13 +162,29 @@ def _object(line: bytes, where: str) -> dict:
     return record
 
 
-def _messages(record: dict, column: str | None, where: str) -> list[dict[str, str]]:
+def messages_of(record: dict, column: str | None, where: str) -> list[dict[str, str]]:
+    """The system message and the user turns of a record, `{"role", "content"}` each.
+
+    Args:
+        record: what `read_records` yields.
+        column: key of a text that is the only user turn, in place of `turns` and `messages`.
+        where: says in a message which record it is.
+
+    Raises:
+        ValueError: the record is of another form.
+
+    Example:
+        >>> messages_of({"turns": ["Who wrote Faust?"]}, None, "prompts.jsonl:1")
+        [{'role': 'user', 'content': 'Who wrote Faust?'}]
+    """
     if column is not None:
         turns = [record.get(column)]
     elif "turns" in record:
         turns = record["turns"]
     elif "messages" in record:
         messages = record["messages"]
+        if not isinstance(messages, list):
+            raise ValueError(f"{where}: `messages` must be a list of turns, got {repr(messages)[:80]}.")
         roles = [m.get("role") if isinstance(m, dict) else None for m in messages]
         if not set(roles) <= {"system", "user", "assistant"} or "system" in roles[1:]:
             raise ValueError(

@@ -1,8 +1,9 @@
-"""A third set of training prompts: articles and passages as long as evaluation prompts have them, and more of the rest.
+"""A third and a fourth set of training prompts: articles and passages as long as evaluation prompts have them.
 
-    python long_prompts.py SOURCES TEXTS.jsonl USER_TURNS.jsonl DEV FIRST.jsonl,SECOND.jsonl OUT.jsonl
+    python long_prompts.py SOURCES TEXTS.jsonl USER_TURNS.jsonl DEV FIRST.jsonl,SECOND.jsonl OUT.jsonl [third]
+    python long_prompts.py SOURCES TEXTS.jsonl USER_TURNS.jsonl DEV KNOWN.jsonl OUT.jsonl fourth
 
-Arguments as for more_prompts.py; prompts of the first and second set are not repeated. Seeded, so it repeats.
+Arguments as for more_prompts.py; prompts of the sets named before OUT are not repeated. Seeded, so it repeats.
 """
 
 import json
@@ -13,8 +14,10 @@ from pathlib import Path
 import make_prompts as m
 from more_prompts import read
 
+SEEDS = {"third": 23, "fourth": 47}
 SIZES = {
-    "summarization": 110, "rag": 110, "qa": 100, "translation": 120, "code": 20, "open": 80, "chat": 130,
+    "third": {"summarization": 110, "rag": 110, "qa": 100, "translation": 120, "code": 20, "open": 80, "chat": 130},
+    "fourth": {"summarization": 140, "rag": 120, "qa": 60, "translation": 60, "open": 60},
 }  # fmt: skip
 
 
@@ -51,8 +54,8 @@ def rag(rng, facts, paragraphs, articles):
             yield [text + "\n" + question]
 
 
-def main(sources: str, texts: str, user_turns: str, dev: str, known: str, out: str) -> None:
-    rng = random.Random(23)
+def main(sources: str, texts: str, user_turns: str, dev: str, known: str, out: str, name: str = "third") -> None:
+    rng = random.Random(SEEDS[name])
     facts, paragraphs, heads = m.countries(Path(sources)), m.speeches(Path(sources)), m.functions()
     articles = [text["text"] for text in read(texts) if text["kind"] == "article"]
     turns_of_target = m.user_turns([t for t in read(texts) if t["kind"] == "user"] + read(user_turns))
@@ -68,16 +71,16 @@ def main(sources: str, texts: str, user_turns: str, dev: str, known: str, out: s
     in_dev = m.overlaps(Path(dev))
     seen = {" ".join(m.words(turn)) for path in known.split(",") for record in read(path) for turn in record["turns"]}
     records = []
-    for category, stream in streams.items():
+    for category, size in SIZES[name].items():
         count = 0
-        for turns in stream:
+        for turns in streams[category]:
             key = " ".join(m.words(turns[0]))
             if key in seen or in_dev(turns[:1]):
                 continue
             seen.add(key)
-            records.append({"id": f"third-{category}-{count}", "category": category, "turns": turns[:1]})
+            records.append({"id": f"{name}-{category}-{count}", "category": category, "turns": turns[:1]})
             count += 1
-            if count == SIZES[category]:
+            if count == size:
                 break
     rng.shuffle(records)
     with open(out, "w") as file:
