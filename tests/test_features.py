@@ -83,6 +83,31 @@ def test_only_what_is_missing_is_computed_again(target, samples, folder, monkeyp
     assert write_features(target, samples, folder, LAYERS, with_final=True, samples_per_shard=2) == 0
 
 
+def test_features_of_other_answers_are_kept(target, samples, folder):
+    """Answers may be added to the end, which fills the last shard up; anything else would leave a mixture."""
+    settings = {"layer_ids": LAYERS, "with_final": True}
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    other = [*samples[:6], Sample("other", samples[6].ids, samples[6].spans), samples[7]]
+    for answers in (other, samples[1:], [samples[0]]):
+        with pytest.raises(ValueError, match=r"features-0000\d.* holds features of other answers: name"):
+            write_features(target, answers, folder, samples_per_shard=2, **settings)
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    new = folder.with_name("new")
+    assert write_features(target, samples[:5], new, samples_per_shard=3, **settings) == 2
+    (short,) = (path.read_bytes() for path in [new / "features-00001.safetensors"])
+    assert write_features(target, samples, new, samples_per_shard=3, **settings) == 2
+    assert [item["sample_id"] for item in FeatureDataset(new)] == [sample.id for sample in samples]
+    (new / "features-00001.safetensors").write_bytes(short)  # as a kill would have left it
+    with pytest.raises(FileNotFoundError, match=r"has features of 7 samples, its features.json says 8: run"):
+        FeatureDataset(new)
+
+
+def test_a_folder_named_twice_counts_its_samples(folder):
+    twice = FeatureDataset([folder, folder])
+    assert [twice[i]["occurrence"] for i in (0, 7, 8, 15)] == [0, 0, 1, 1]
+    assert twice[3]["sample_id"] == twice[11]["sample_id"]
+
+
 def test_the_size_is_said_before_anything_is_computed(target, samples, tmp_path, caplog, monkeypatch):
     width = 3 * target.config.hidden_size
     needed = feature_bytes(samples, width)
@@ -197,6 +222,8 @@ def test_features_of_another_target_are_refused(name, other, message, folder, tm
     with pytest.raises(ValueError, match=f"The features of {name} are {message}"):
         DFlashTrainer(drafter, make_target("qwen3", **other), settings, **{name: FeatureDataset(folder)})
     assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=f"The features of {name} are {message}"):  # also when they come later
+        DFlashTrainer(drafter, make_target("qwen3", **other), settings).evaluate({name: FeatureDataset(folder)})
 
 
 def test_command_line_from_answers_to_a_drafter(target, samples, byte_tokenizer, tmp_path):

@@ -72,7 +72,10 @@ def walk(
                 logits, label.flatten().to(logits.device), reduction="none", ignore_index=IGNORE
             ).view_as(label)
             right, there = logits.argmax(-1).view_as(label).cpu() == label, label != IGNORE
-            losses = (losses.cpu() * weight).sum(1).double()
+            # A reduced vocabulary cannot say every token: as in training, those count for tau and not for the loss.
+            sayable = logits.gather(1, label.flatten()[:, None].clamp(min=0).to(logits.device)) != -torch.inf
+            weight = weight * sayable.view_as(label).cpu()
+            losses = torch.where(weight > 0, losses.cpu() * weight, 0.0).sum(1).double()
             for i, (n, position, stop) in enumerate(places):
                 # The last cycle is cut so that its drafts and the bonus token just fit, as generation at max_length.
                 offered = min(K, stop - position - 2)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -55,6 +56,20 @@ def target_features(
     return features, outputs.hidden_states[last] if with_final else None
 
 
+def occurrences(sample_ids: list[str]) -> list[int]:
+    """How often each id stood in the list before.
+
+    >>> occurrences(["a", "b", "a"])
+    [0, 0, 1]
+    """
+    count: Counter[str] = Counter()
+    found = []
+    for sample_id in sample_ids:
+        found.append(count[sample_id])
+        count[sample_id] += 1
+    return found
+
+
 def feature_bytes(samples: list[Sample], width: int) -> int:
     """Bytes on disk of `width` 16-bit numbers a token.
 
@@ -94,8 +109,8 @@ def write_features(
         progress: a progress bar with tokens/s and time left (needs the package `rich`).
 
     Raises:
-        ValueError: the folder holds features of something else, a value does not fit float16, an unknown `dtype`, or
-            a token id is beyond the target's vocabulary.
+        ValueError: the folder holds features of something else, or of other answers; a value does not fit float16, an
+            unknown `dtype`, or a token id is beyond the target's vocabulary.
         OSError: the disk has no room for all of it (said before anything is computed) or cannot be written.
 
     Example:
@@ -120,6 +135,8 @@ def write_features(
     shards = [samples[i : i + samples_per_shard] for i in range(0, len(samples), samples_per_shard)]
     _check_index(folder, index)
     missing = [i for i, shard in enumerate(shards) if not _is_whole(_shard_path(folder, i), _digest(shard))]
+    for i in missing:
+        _check_replaceable(_shard_path(folder, i), shards[i])
     needed = feature_bytes([sample for i in missing for sample in shards[i]], width)
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -214,6 +231,7 @@ class FeatureDataset(torch.utils.data.Dataset):
         self.index: dict = {}
         self.items: list = []
         self.lengths: list[int] = []
+        self.occurrences: list[int] = []  # of each item's sample before it: a folder may be named twice
         self._open: dict[Path, safe_open] = {}
         for folder in sources:
             if not (folder / INDEX).is_file():
@@ -234,8 +252,15 @@ class FeatureDataset(torch.utils.data.Dataset):
                     f"{folder} has {len(there)} of {len(paths)} shards: run `dflash-hf features` again, it goes on "
                     "where it stopped."
                 )
+            before = len(self.items)
             for path in there:
                 self._read_header(path)
+            if not partial and len(self.items) - before != index["samples"]:
+                raise FileNotFoundError(
+                    f"{folder} has features of {len(self.items) - before} samples, its {INDEX} says "
+                    f"{index['samples']}: run `dflash-hf features` again, it goes on where it stopped."
+                )
+        self.occurrences = occurrences([sample_id for _, sample_id, *_ in self.items])
 
     def _read_header(self, path: Path) -> None:
         try:
@@ -266,6 +291,7 @@ class FeatureDataset(torch.utils.data.Dataset):
                 self._open[path] = safe_open(path, framework="pt")
             shard, rows = self._open[path], slice(start, start + length)
             item = {"sample_id": sample_id, "ids": shard.get_slice("ids")[rows].long(), "spans": spans}
+            item["occurrence"] = self.occurrences[i]
             item["features"] = shard.get_slice("features")[rows]
             if self.index["with_final"]:
                 item["final"] = shard.get_slice("final")[rows]
@@ -278,6 +304,10 @@ class FeatureDataset(torch.utils.data.Dataset):
         for path in {path: None for path, *_ in self.items}:
             with safe_open(path, framework="pt") as shard:
                 check_ids(f"The shard {path}", int(shard.get_tensor("ids").max()), target)
+
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """Of every item."""
+        return [spans for *_, spans in self.items]
 
     def without_features(self, i: int) -> dict:
         """Item i without what takes time to read."""
@@ -310,6 +340,21 @@ def _is_whole(path: Path, digest: str) -> bool:
             return (shard.metadata() or {}).get("digest") == digest
     except SafetensorError:  # its size is not what its header says
         return False
+
+
+def _check_replaceable(path: Path, samples: list[Sample]) -> None:
+    """Whole shards of other answers are kept; one that `samples` only add to is the last of an earlier call."""
+    try:
+        with safe_open(path, framework="pt") as shard:
+            metadata = shard.metadata() or {}
+            sample_ids = json.loads(metadata.get("sample_ids", "[]"))
+    except (SafetensorError, OSError, ValueError):  # damaged, or not there
+        return
+    if metadata.get("digest") != _digest(samples[: len(sample_ids)]):
+        raise ValueError(
+            f"{path} holds features of other answers: name another folder, or delete {path.parent} if they are no "
+            "longer needed. (Answers may be added to the end of the file, nothing else changed in it.)"
+        )
 
 
 def _digest(samples: list[Sample]) -> str:

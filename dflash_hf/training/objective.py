@@ -58,11 +58,18 @@ def possible_anchors(spans: list[tuple[int, int]]) -> list[int]:
     return [position for start, stop in spans for position in range(start, stop - 1)]
 
 
-def draw_anchors(spans: list[tuple[int, int]], count: int, seed: int, epoch: int, sample_id: str) -> list[int]:
-    """At most `count` different anchors, in order; the same for the same seed, epoch and sample on every process."""
+def draw_anchors(
+    spans: list[tuple[int, int]], count: int, seed: int, epoch: int, sample_id: str, occurrence: int = 0
+) -> list[int]:
+    """At most `count` different anchors, in order; the same for the same seed, epoch and sample on every process.
+
+    Args:
+        occurrence: counts the places of a data set that hold the sample, from 0: each draws its own anchors.
+    """
     anchors = possible_anchors(spans)
     if len(anchors) > count:
-        anchors = sorted(random.Random(f"{seed}/{epoch}/{sample_id}").sample(anchors, count))
+        which = f"{seed}/{epoch}/{sample_id}" + (f"/{occurrence}" if occurrence else "")
+        anchors = sorted(random.Random(which).sample(anchors, count))
     return anchors
 
 
@@ -237,6 +244,8 @@ def _flex(module, query, key, value, attention_mask, block_size: int, T: int, sc
     rule = (module.causal, module.window)
     if rule not in masks:
         masks[rule] = tiles(attention_mask[0, 0], block_size, T, causal=module.causal, window=module.window)
+    # Under autocast the norms and RoPE leave queries and keys in float32; FlexAttention wants one dtype.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     attend = _compiled(flex_attention) if query.device.type == "cuda" else flex_attention
     out = attend(query, key, value, block_mask=masks[rule], scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
     return out.transpose(1, 2)
