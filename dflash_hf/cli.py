@@ -84,7 +84,7 @@ def chat(
     target: Annotated[str, typer.Option(help="Folder or Hub name of the target, or a GGUF file.")],
     drafter: Annotated[str, typer.Option(help="Folder or Hub name of its drafter.")],
     system: Annotated[str | None, typer.Option(help="System message; unset: the chat template's own.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, if TARGET has room for it.")] = 1024,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the best token.")] = False,
     temperature: Annotated[float | None, typer.Option(help="With --sample; unset: 1.")] = None,
     top_k: Annotated[int | None, typer.Option(help="With --sample; unset or 0: off.")] = None,
@@ -107,6 +107,7 @@ def chat(
     with one_line_errors():
         options = _generate_options(max_new_tokens, seed, sample, temperature=temperature, top_k=top_k, top_p=top_p)
         pair = _load_pair(target, drafter, schedule, gguf_file=gguf_file, dtype=dtype, device=device)
+        pair[1].check_target(pair[0])  # what every turn would say
         talk = terminal.Conversation(*pair, system=system)
         while (line := _read_line("" if as_json or not sys.stdin.isatty() else "> ")) is not None:
             if not line.strip():
@@ -115,6 +116,9 @@ def chat(
                 done = talk.say(line, _silent if as_json else terminal.shaded(Console()), **options)
             except KeyboardInterrupt:
                 typer.echo("\nBroken off; this turn is forgotten.", err=True)
+                continue
+            except ValueError as error:  # of this turn: the next one may be shorter
+                _echo_error(error)
                 continue
             typer.echo(done.to_json() if as_json else "")
             if not as_json:
@@ -308,7 +312,7 @@ def bench(
 
     with one_line_errors():
         if plots is not None and find_spec("matplotlib") is None:
-            raise ModuleNotFoundError('Plots need matplotlib: pip install "dflash-hf[bench]"')
+            raise ModuleNotFoundError('Plots need matplotlib: pip install "dflash-hf[bench]" (in a clone: ".[bench]")')
         if plots is not None and plots.exists() and not plots.is_dir():
             raise FileExistsError(f"Expected a folder for the plots, {plots} is something else.")
         if threads is not None:
@@ -469,6 +473,10 @@ def check(
     raise typer.Exit(found.exit_code)
 
 
+def _echo_error(error: BaseException) -> None:
+    typer.secho(f"Error: {' '.join(str(error).split())}", fg="red", err=True)
+
+
 def _silent(piece: str, accepted: bool) -> None:
     """Write nothing."""
 
@@ -559,9 +567,14 @@ class one_line_errors:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, (ValueError, OSError, ImportError, ArgumentError)):
-            typer.secho(f"Error: {' '.join(str(error).split())}", fg="red", err=True)
+    def __exit__(self, kind, error: BaseException | None, traceback) -> None:
+        from .memory import is_out_of_memory
+
+        if is_out_of_memory(error):
+            hint = "try a shorter prompt, fewer tokens, a smaller batch, or a smaller dtype such as --dtype bfloat16"
+            error = MemoryError(f"Out of memory: {hint}. {error}")
+        if isinstance(error, (ValueError, OSError, ImportError, ArgumentError, MemoryError)):
+            _echo_error(error)
             raise typer.Exit(1) from None
 
 

@@ -192,8 +192,8 @@ def answer(target, drafter, tokenizer, ids: torch.Tensor, write: Callable[[str, 
     Example:
         >>> print(answer(target, drafter, tokenizer, ids, shaded(Console()), max_new_tokens=64))   # doctest: +SKIP
     """
-    positions = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and ids.shape[1] + options["max_new_tokens"] > positions:
+    positions = _positions(target)
+    if ids.shape[1] + options["max_new_tokens"] > positions:
         raise ValueError(
             f"The prompt's {ids.shape[1]} tokens and {options['max_new_tokens']} new ones are more than the target's "
             f"{positions} positions; shorten the prompt or ask for fewer (--max-new-tokens)."
@@ -205,6 +205,12 @@ def answer(target, drafter, tokenizer, ids: torch.Tensor, write: Callable[[str, 
     seconds = time.perf_counter() - start
     text = tokenizer.decode(streamer.ids, skip_special_tokens=True)
     return Answer(text, streamer.ids, streamer.accepted, seconds, drafter.last_run)
+
+
+def _positions(target) -> float:
+    """How many tokens the target can read; infinite where it has no limit."""
+    positions = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    return math.inf if positions is None else positions
 
 
 class Conversation:
@@ -235,11 +241,20 @@ class Conversation:
     def say(self, text: str, write: Callable[[str, bool], None], **options) -> Answer:
         """Answer one more user turn; nothing is remembered of a turn that fails or is broken off (Ctrl-C).
 
+        An answer ends where the target's positions do, before `max_new_tokens`.
+
         Raises:
-            ValueError: as `encode` and `answer`.
+            ValueError: no room is left for an answer; or as `encode` and `answer`.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = encode(self.tokenizer, messages)
+        positions = _positions(self.target)
+        if ids.shape[1] >= positions:
+            raise ValueError(
+                f"With this turn the talk has {ids.shape[1]} tokens, and the target's {positions} positions leave no "
+                "room for an answer: say it shorter, or begin a new talk."
+            )
+        options["max_new_tokens"] = min(options["max_new_tokens"], positions - ids.shape[1])
         # A template may write earlier turns anew (leave out their thinking), and text may come back as other tokens.
         if ids[0, : len(self._cached)].tolist() != self._cached:
             self._forget()

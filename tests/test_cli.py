@@ -4,9 +4,14 @@ import gzip
 import io
 import json
 import os
+import pkgutil
 import shlex
 import shutil
+import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from dflash_hf import __version__
+from dflash_hf import DFlashDraftModel, __version__
 from dflash_hf.checkpoints import convert
 from dflash_hf.cli import _load_pair, app
 from dflash_hf.terminal import AcceptedStreamer, Conversation, answer, encode, shaded
@@ -207,7 +212,9 @@ def test_all_devices_there_are_may_be_one(pair):
 def test_pairs_come_in_one_dtype_and_rope_in_float32(layout, dtype, pair, tmp_path):
     target, drafter = (pair[pair.index(f"--{name}") + 1] for name in ("target", "drafter"))
     if layout == "speculators":
-        convert(drafter, tmp_path / "s", to=layout, target="someone/some-target")
+        # Without the knobs: speculators' layout holds no schedule.
+        shutil.copytree(drafter, tmp_path / "z", ignore=shutil.ignore_patterns("generation_config.json"))
+        convert(tmp_path / "z", tmp_path / "s", to=layout, target="someone/some-target")
         drafter = str(tmp_path / "s")
     model, assistant, _ = _load_pair(target, drafter, "constant", dtype=dtype, device="cpu")
     assert assistant.dtype == model.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
@@ -233,6 +240,28 @@ def test_chat_answers_as_if_each_turn_were_told_from_the_beginning(pair, tokeniz
     system = [{"role": "system", "content": "KLM"}, {"role": "user", "content": "ABCD"}]
     ids = encode(tokenizer, system)[0].tolist()
     assert told == tokenizer.decode(plain(make_target("llama"), ids, 12)) + "\n"
+
+
+def test_chat_goes_on_after_a_turn_without_room_and_takes_the_room_that_is_left(pair, tokenizer, tmp_path):
+    drafter = pair[pair.index("--drafter") + 1]
+    make_target("llama", max_position_embeddings=32).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    target, messages, expected = make_target("llama", max_position_embeddings=32), [], []
+    for turn, room in [("ABCD", 12), ("EF", 11)]:  # 5 tokens, then 5 + 12 + the turn's end + 3 of 32
+        messages.append({"role": "user", "content": turn})
+        text = tokenizer.decode(plain(target, encode(tokenizer, messages)[0].tolist(), room))
+        messages.append({"role": "assistant", "content": text})
+        expected.append(text)
+    options = ["--target", str(tmp_path), "--drafter", drafter, "--device", "cpu"]
+    done = invoke("chat", *options, "--max-new-tokens", "12", stdin="\n".join(["ABCD", 40 * "A", "EF", "G"]))
+    assert done.exit_code == 0 and done.stdout.splitlines() == expected, done.output
+    errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert [line.partition(",")[0] for line in errors] == [
+        "Error: With this turn the talk has 59 tokens", "Error: With this turn the talk has 35 tokens"
+    ]  # fmt: skip
+    assert "the target's 32 positions leave no room for an answer" in errors[0]
+    alone = invoke("chat", *options, "--json", stdin="ABCD")  # by default as many as there are
+    assert len(json.loads(alone.stdout)["ids"]) == 32 - 5
 
 
 def test_a_conversation_keeps_its_cache_and_gives_it_up_where_the_text_changes(tokenizer, monkeypatch):
@@ -315,6 +344,7 @@ DAMAGED = {
     "drafter-list": ("drafter", write_list),
     "drafter-nan": ("drafter", spoil),
     "drafter-latin": ("drafter", lambda f: (f / "README.md").write_bytes("# Café".encode("latin-1"))),
+    "drafter-knobs": ("drafter", lambda f: edit_json(f / "generation_config.json", num_assistant_tokens="x")),
     "drafter-mask": ("drafter", lambda f: edit_json(f / "config.json", mask_token_id=999, dflash_config={})),
 }
 FILES = {
@@ -399,6 +429,7 @@ BAD = [
     (GENERATE, {"--target target": ""}, "Missing option '--target'"),
     (CHAT, {" target ": " target-cut "}, "A file of target-cut is damaged"),
     (CHAT, {" target ": " target-no-chat "}, "no chat template"),
+    (CHAT, {" target ": " target-other "}, "vocabulary of 64 tokens, the target has 80"),
     (CHAT, "--seed -1", "'--seed': Input should be greater than"),
     (CHAT, {"--drafter drafter": ""}, "Missing option '--drafter'"),
     (ANSWER, {"prompts.jsonl": "nowhere.jsonl"}, "There is no file nowhere.jsonl"),
@@ -470,6 +501,8 @@ BAD = [
     (BENCH, "--threads 0", "greater than or equal"),
     (CHECK, {"target ": "target-cut "}, "A file of target-cut is damaged"),
     (CHECK, {"target ": "target-pickle "}, "does not hold the weights of a LlamaForCausalLM"),
+    (CHECK, {" drafter": " nowhere"}, "Expected a drafter's folder or a Hub name"),
+    (CHECK, {" drafter": " someone/nothing"}, "someone/nothing cannot be fetched"),
     (CHECK, "--prompts latin.jsonl", "latin.jsonl:1: not UTF-8"),
     (CHECK, "--prompts nowhere.jsonl", "There is no file nowhere.jsonl"),
     (CHECK, "--out pipe", "Expected the name of a file to write"),
@@ -479,11 +512,13 @@ BAD = [
     (CONVERT, {"drafter": "drafter-empty"}, "drafter-empty/model.safetensors cannot be read"),
     (CONVERT, {"drafter": "drafter-nan"}, "not numbers (NaN)"),
     (CONVERT, {"drafter": "someone/nothing"}, "someone/nothing cannot be fetched"),
+    (CONVERT, {"drafter": "drafter-knobs"}, "num_assistant_tokens must be a whole number from 1 on"),
     (CONVERT, {"out": "target"}, "target is there already"),
     (CONVERT, {"out": "nowhere/out"}, "There is no folder"),
     (CONVERT, "--to gguf", "Expected one of the layouts"),
     (PUSH, {"drafter": "target"}, "Expected a DFlash drafter"),
     (PUSH, {"drafter": "drafter-pickle"}, "may run code"),
+    (PUSH, {"drafter": "drafter-knobs"}, "num_assistant_tokens must be a whole number from 1 on"),
     (PUSH, {"drafter": "drafter-latin"}, "README.md is not UTF-8"),
     (PUSH, {"me/x": "'me/a b'"}, "Expected a repository like owner/name"),
     (PUSH, {"--license mit": "--license apache-2.0", "--out out": ""}, "offline mode"),
@@ -540,6 +575,42 @@ def test_bad_input_gives_one_line_and_changes_nothing(command, change, message, 
         assert len(lines) == 1 and lines[0].startswith("Error: ") and message in lines[0], lines
     assert done.stdout == ""
     assert contents(places) == before
+
+
+OUT_OF_MEMORY = {  # error, what of it is shown
+    "Python": (MemoryError(), ""),
+    "an accelerator": (torch.OutOfMemoryError("CUDA out of memory. Tried to\nallocate 2 GiB"), "to allocate 2 GiB"),
+    "a CPU": (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "can't allocate memory: 9 bytes"),
+}
+
+
+@pytest.mark.parametrize("of", OUT_OF_MEMORY)
+@pytest.mark.parametrize("command", [GENERATE, CHECK])
+def test_too_little_memory_is_one_line_with_a_hint(command, of, places, monkeypatch):
+    monkeypatch.chdir(places)
+    error, shown = OUT_OF_MEMORY[of]
+    monkeypatch.setattr(DFlashDraftModel, "from_pretrained", Mock(side_effect=error))
+    done = CliRunner().invoke(app, shlex.split(command))
+    (line,) = [line for line in done.stderr.splitlines() if line.strip() and "Loading weights" not in line]
+    assert done.exit_code == 1 and done.stdout == "", done.output
+    assert line.startswith(
+        "Error: Out of memory: try a shorter prompt, fewer tokens, a smaller batch, or a smaller dtype"
+    )
+    assert shown in line
+
+
+def test_other_errors_are_not_hidden(places, monkeypatch):
+    monkeypatch.chdir(places)
+    monkeypatch.setattr(DFlashDraftModel, "from_pretrained", Mock(side_effect=RuntimeError("a bug")))
+    assert isinstance(CliRunner().invoke(app, shlex.split(GENERATE)).exception, RuntimeError)
+
+
+def test_without_typer_the_command_says_what_to_install(monkeypatch):
+    scripts = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "dflash_hf.cli")
+    with pytest.raises(SystemExit, match=r'^Error: .*pip install "dflash-hf\[cli\]" \(in a clone: "\.\[cli\]"\)$'):
+        pkgutil.resolve_name(scripts["dflash-hf"])()
 
 
 def test_every_command_has_an_example_in_its_help():

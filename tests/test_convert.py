@@ -11,11 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.checkpoints import convert, load_drafter, meaning, speculators
 from dflash_hf.cli import app
+from dflash_hf.drafter.candidates import knobs
 from drafters import drafter_config, make_drafter
 from targets import HIDDEN, MASK, VOCAB, make_target
 
@@ -30,6 +32,7 @@ def save(folder: Path, own=None, knobs=None, mask_embedding=False, **overrides) 
         drafter.d2t.copy_(torch.arange(len(drafter.d2t)))  # draft id i is target id 2 i
     if mask_embedding:
         drafter.mask_embedding = torch.randn(HIDDEN)
+    drafter.generation_config.num_assistant_tokens_schedule = None
     for name, value in (knobs or {}).items():
         setattr(drafter.generation_config, name, value)
     drafter.save_pretrained(folder)
@@ -62,6 +65,9 @@ BOTH = {
     "reduced vocabulary": {"own": REDUCED, "draft_vocab_size": 20},
     "anchor slot predicts": {"dflash_config": {"sample_from_anchor": True}},
     "fewer drafts than the block": {"knobs": {"num_assistant_tokens": 2}},
+    "knobs as they are unset": {"knobs": {
+        "assistant_confidence_threshold": 0.0, "num_assistant_tokens_schedule": "adaptive",
+        "assistant_sampling": "coupled"}},
     "biases": {"attention_bias": True},
     "yarn": {
         "rope_parameters": {
@@ -81,6 +87,7 @@ def test_round_trip(case, tmp_path):
     assert bits(tmp_path / "a") == bits(tmp_path / "c")
     assert meaning(again.config) == meaning(drafter.config)
     assert again.generation_config.num_assistant_tokens == drafter.generation_config.num_assistant_tokens
+    assert knobs(again) == knobs(drafter)
     assert bits(tmp_path / "b") == bits(tmp_path / "d")
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == (
         json.loads((tmp_path / "d" / "config.json").read_text())
@@ -270,6 +277,8 @@ UNHELD = {
     "own head": ({"own": {"lm_head.weight": [VOCAB, HIDDEN]}}, "lm_head.weight"),
     "mask embedding": ({"mask_embedding": True}, "mask_embedding.pt"),
     "threshold": ({"knobs": {"assistant_confidence_threshold": 0.3}}, "assistant_confidence_threshold=0.3"),
+    "schedule": ({"knobs": {"num_assistant_tokens_schedule": "constant"}}, "num_assistant_tokens_schedule=constant"),
+    "sampling": ({"knobs": {"assistant_sampling": "rejection"}}, "assistant_sampling=rejection"),
     "a layer twice": ({"target_layer_ids": [1, 1, 4]}, r"target_layer_ids=\[1, 1, 4\]"),
     "no drafts": ({"block_size": 1}, "block_size=1"),
 }
@@ -285,6 +294,7 @@ def test_what_speculators_cannot_hold_is_refused_by_name_and_stays_in_z_labs(cas
     convert(tmp_path / "a", tmp_path / "b")
     again = DFlashDraftModel.from_pretrained(tmp_path / "b")
     assert bits(tmp_path / "a") == bits(tmp_path / "b") and meaning(again.config) == meaning(drafter.config)
+    assert knobs(again) == knobs(drafter)
     assert again.config.dflash_config == DFlashDraftModel.from_pretrained(tmp_path / "a").config.dflash_config
     if drafter.mask_embedding is not None:
         assert torch.equal(again.mask_embedding, drafter.mask_embedding)
@@ -302,6 +312,10 @@ def edit_tensors(change):
 def pickled(folder):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
+
+
+def ask(**knobs):
+    return lambda folder: (folder / "generation_config.json").write_text(json.dumps(knobs))
 
 
 def cut(name, keep):
@@ -343,6 +357,11 @@ FOREIGN = {  # changes to a folder of speculators, damage to it, message
         "has no b.safetensors",
     ),
     "mask embedding": ({}, lambda folder: (folder / "mask_embedding.pt").write_bytes(b"junk"), "cannot be read"),
+    "knobs: drafts": ({}, ask(num_assistant_tokens="x"), "num_assistant_tokens must be a whole number .* got 'x'"),
+    "knobs: threshold": ({}, ask(assistant_confidence_threshold=2), "a probability from 0 to 1, or none, got 2"),
+    "knobs: schedule": ({}, ask(num_assistant_tokens_schedule="foo"), "must be .constant., .* got 'foo'"),
+    "knobs: sampling": ({}, ask(assistant_sampling=["coupled"]), r"must be .rejection., .* got \['coupled'\]"),
+    "no drafts": ({"method__speculative_tokens": 0}, None, "whole number from 1 on, .* got 0"),
     "a language model": (
         {},
         lambda folder: (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}'),
@@ -438,7 +457,7 @@ def test_any_config_survives_or_is_refused(data):
             if value is not None
         },
     )
-    refused = speculators.unheld(config, set(), mask_embedding=False, threshold=None)
+    refused = speculators.unheld(config, set(), mask_embedding=False, knobs=GenerationConfig())
     causal = any(c and w is None for c, w in zip(config.layer_causal, config.layer_windows, strict=True))
     assert bool(refused) == causal  # the one thing in here that speculators cannot hold
     if refused:

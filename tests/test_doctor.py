@@ -6,6 +6,7 @@ import os
 import random
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -422,11 +423,34 @@ def test_pairs_that_do_not_fit(tiny_target, tmp_path):
         (narrow, "width 48"),
         (from_one, f"try target_layer_ids [0, 2, {NUM_LAYERS - 1}]"),
         (tmp_path, "no model.safetensors"),
-        (tmp_path / "none", "none"),
         (tmp_path / "target", "holds a model of the class Qwen3ForCausalLM"),
     ]:
         found = diagnose(tiny_target, drafter, PROMPTS)
         assert found.exit_code == 3 and words in found.verdict, found.verdict
+
+
+def test_a_drafter_that_cannot_be_fetched_says_nothing_about_the_pair(tiny_target, tmp_path):
+    for name, words in [
+        (tmp_path / "none", "Expected a drafter's folder or a Hub name"),
+        ("someone/nothing", "someone/nothing cannot be fetched"),  # tests are offline
+    ]:
+        with pytest.raises(OSError, match=words):
+            diagnose(tiny_target, name, PROMPTS)
+
+
+OUT_OF_MEMORY = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_too_little_memory_says_nothing_about_the_pair(tiny_target, tmp_path, monkeypatch, error):
+    make_drafter().save_pretrained(tmp_path)
+    monkeypatch.setattr(DFlashDraftModel, "from_pretrained", Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        diagnose(tiny_target, tmp_path, PROMPTS)
 
 
 TOO_LONG = Prompt("", ids=[8] * 500)  # the target has 512 positions
@@ -455,6 +479,7 @@ def test_an_answer_with_room_for_one_anchor_gives_no_warning(tiny_target, tiny):
 
 def test_a_folder_in_speculators_layout_is_examined_as_it_is(tiny_target, tiny, tmp_path):
     tiny["plain"].save_pretrained(tmp_path / "z-lab")
+    (tmp_path / "z-lab" / "generation_config.json").unlink()  # speculators' layout holds no schedule
     convert(tmp_path / "z-lab", tmp_path / "speculators", to="speculators", target="a/target")
     found = diagnose(tiny_target, tmp_path / "speculators", PROMPTS[:2], max_new_tokens=NEW)
     assert found.problems == [] and found.faults == [] and found.tau > 2
@@ -518,7 +543,7 @@ def test_the_command(tiny_target, tiny, byte_tokenizer, tmp_path):
     assert json.loads(out.read_text())["faults"][0]["changes"] == {"target_layer_ids": [1, 3, 4]}
 
     for arguments, code in [
-        (["check", str(tmp_path / "target"), str(tmp_path / "none"), *common], 3),
+        (["check", str(tmp_path / "target"), str(tmp_path / "none"), *common], 1),
         (["check", str(tmp_path / "none"), str(tmp_path / "drafter"), *common], 1),
         (["check", str(tmp_path / "target"), str(tmp_path / "target"), *common], 3),
         (["check", str(tmp_path / "drafter"), str(tmp_path / "target"), *common], 1),

@@ -1,5 +1,6 @@
 """The Space in examples/space: what it computes, against plain generate(), and what a visitor sees in a browser."""
 
+import copy
 import importlib.util
 import re
 import shutil
@@ -115,6 +116,16 @@ def test_a_call_that_is_decoded_without_the_drafter_shows_no_drafts(pair, monkey
         *_, (plain, drafted) = app.compare(target, drafter, tokenizer, PROMPT, NEW, "constant", threading.Event())
     assert marked(drafted) == marked(plain) and not any(shaded for _, shaded in marked(drafted))
     assert figures(drafted)["target passes"] == NEW and figures(drafted)["tau"] == 1
+
+
+def test_an_answer_that_ends_at_once_has_no_speed_up(pair, monkeypatch):
+    app, (target, drafter, tokenizer, _, ids) = stand_in_for_gradio(monkeypatch), pair
+    target.generation_config.eos_token_id = ids[0]
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(ids[0])})
+    *_, (plain, drafted) = app.compare(target, drafter, tokenizer, PROMPT, NEW, "constant", threading.Event())
+    assert marked(plain) == marked(drafted) == [] and "the same text" in drafted
+    assert figures(plain)["tokens/s"] == 0 and "speed-up" not in figures(drafted)
 
 
 # -- in a browser --

@@ -26,7 +26,9 @@ def draw(report: Report, folder: str | os.PathLike, prefix: str = "bench") -> li
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('Plots need matplotlib: pip install "dflash-hf[bench]"') from error
+        raise ModuleNotFoundError(
+            'Plots need matplotlib: pip install "dflash-hf[bench]" (in a clone: ".[bench]")'
+        ) from error
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator

@@ -123,7 +123,7 @@ def write_speculators(checkpoint: Checkpoint, folder: Path) -> list[str]:
         config,
         set(checkpoint.files),
         mask_embedding=checkpoint.mask_embedding is not None,
-        threshold=knobs.assistant_confidence_threshold,
+        knobs=knobs,
     )
     if refused:
         raise ValueError(f"speculators' layout cannot hold {'; '.join(refused)}.")

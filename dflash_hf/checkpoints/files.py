@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig
 
+from ..drafter.candidates import knobs
 from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import _OWN_TENSORS, DFlashDraftModel
 from . import speculators
@@ -77,13 +78,15 @@ def read(source: str | os.PathLike) -> Checkpoint:
 
     Raises:
         FileNotFoundError: there is no such folder, or it lacks config.json or safetensors.
-        ValueError: it is of another kind, damaged, or holds tensors of unknown use (named).
+        OSError: it cannot be downloaded.
+        ValueError: it is of another kind, damaged, or holds tensors of unknown use or knobs that `generate()` refuses
+            (named).
 
     Example:
         >>> read("model_cards/SmolLM2-135M-Instruct-DFlash").layout           # doctest: +SKIP
         'z-lab'
     """
-    folder = _local(source)
+    folder = fetch(source)
     raw = _read_json(folder / "config.json")
     generation_config = GenerationConfig()
     if (folder / "generation_config.json").is_file():
@@ -120,6 +123,10 @@ def read(source: str | os.PathLike) -> Checkpoint:
     )
     with _as_value_error(folder / "config.json"):
         _account(checkpoint)
+    try:
+        knobs(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     if checkpoint.mask_embedding is not None:
         try:
             torch.load(checkpoint.mask_embedding, map_location="cpu", weights_only=True)
@@ -192,7 +199,16 @@ def _check_t2d(checkpoint: Checkpoint) -> None:
         )
 
 
-def _local(source: str | os.PathLike) -> Path:
+def fetch(source: str | os.PathLike) -> Path:
+    """The folder on this machine: the one that is named, or the download of a Hub name.
+
+    Raises:
+        OSError: there is no such folder, or it cannot be downloaded.
+        ValueError: the Hub takes no such name.
+
+    Example:
+        >>> fetch("z-lab/Qwen3-8B-DFlash-b16")                                # doctest: +SKIP
+    """
     folder = Path(source)
     if folder.is_dir() and str(source):
         return folder

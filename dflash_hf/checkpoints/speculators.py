@@ -5,7 +5,7 @@ The tensors have the same names in both layouts; what differs is the config, and
 
 from typing import Any
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, GenerationConfig
 
 from ..drafter.configuration_dflash import DFlashConfig
 
@@ -18,6 +18,12 @@ _NOT_LAYER_KEYS = (
     *("is_neox_style", "rope_scaling", "rope_theta", "target_architectures", "target_name_or_path"),
     "transformers_version",
 )
+# Knobs of a drafter that the layout has no place for, with the value that means the same as unset.
+_NO_PLACE = {
+    "assistant_confidence_threshold": 0.0,
+    "num_assistant_tokens_schedule": "adaptive",
+    "assistant_sampling": "coupled",
+}
 # Top-level keys that are read below, or that every transformers config has and a drafter does not need.
 _READ = {
     *("architectures", "aux_hidden_state_layer_ids", "auto_map", "block_size", "draft_vocab_size", "dtype"),
@@ -121,7 +127,7 @@ def _read_speculators_config(spec: dict[str, Any]) -> tuple[int | None, dict]:
 
 
 def unheld(
-    config: DFlashConfig, tensor_names: set[str], *, mask_embedding: bool, threshold: float | None
+    config: DFlashConfig, tensor_names: set[str], *, mask_embedding: bool, knobs: GenerationConfig
 ) -> list[str]:
     """The options of a drafter that speculators' layout cannot hold, each with the reason; empty if it fits."""
     options, refused = dict(config.dflash_config or {}), []
@@ -145,8 +151,9 @@ def unheld(
         refused.append(f"final_logit_softcapping={cap}")
     if mask_embedding:
         refused.append("mask_embedding.pt (it embeds the mask token with the target's table)")
-    if threshold is not None:
-        refused.append(f"generation_config.assistant_confidence_threshold={threshold}")
+    for name, default in _NO_PLACE.items():
+        if (value := getattr(knobs, name, None)) not in (None, default):
+            refused.append(f"generation_config.{name}={value} (it has no place for it; unset it)")
     if "embed_tokens.weight" in tensor_names:
         refused.append("embed_tokens.weight (it loads the target's table in its place)")
     if config.num_drafts < 1:

@@ -11,6 +11,8 @@ from ..benchmark import Prompt, Report, bench
 from ..benchmark.prompts import encode
 from ..benchmark.report import write_json
 from ..checkpoints import load_drafter
+from ..checkpoints.files import fetch
+from ..memory import is_out_of_memory
 from .evidence import Evidence, Score, gather, score
 from .formats import other_formats
 from .search import LEAST_FIRST, Fault, Findings, find_faults, is_more
@@ -228,6 +230,7 @@ def diagnose(
         progress: say what is being done, and show a bar.
 
     Raises:
+        OSError: there is no such drafter, or it cannot be downloaded.
         ValueError: prompts cannot be read without a tokenizer, are empty or longer than the target's context, or
             every answer is too short.
 
@@ -237,6 +240,8 @@ def diagnose(
     prompts = PROMPTS if prompts is None else prompts
     encoded = [encode(prompt, tokenizer) for prompt in prompts]
     _refuse_lengths(target, encoded, max_new_tokens)
+    if isinstance(drafter, str | os.PathLike):
+        fetch(drafter)  # a wrong name or a network that fails says nothing about the pair
     try:
         name = drafter if isinstance(drafter, str | os.PathLike) else drafter.config.name_or_path
         if isinstance(drafter, str | os.PathLike):
@@ -244,6 +249,8 @@ def diagnose(
         drafter.check_target(target, target.generation_config)
         _refuse_damaged_weights(drafter)
     except Exception as error:  # whatever a damaged or foreign folder raises is the answer to "does it load?"
+        if is_out_of_memory(error):
+            raise  # says something about this machine, not about the pair
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
         return Diagnosis(problems=[kind + " ".join(str(error).split()) + _layer_hint(target, drafter)])
     fitting, unfit = {}, []

@@ -107,7 +107,8 @@ def panel(title: str, what: str, run: Run | None = None, plain: Run | None = Non
     """HTML of a column; with `plain`, the run that it is compared with."""
     figures = [] if run is None else [(f"{run.speed:.1f}", "tokens/s"), (f"{run.passes}", "target passes")]
     if run is not None and plain is not None:
-        figures.insert(1, (f"{run.speed / plain.speed:.2f}x", "speed-up"))
+        if plain.speed > 0:  # it is 0 where the answer ends at once
+            figures.insert(1, (f"{run.speed / plain.speed:.2f}x", "speed-up"))
         figures.append((f"{run.tau:.2f}", "tau"))
     text = ""
     for accepted, group in itertools.groupby(run.pieces if run else (), key=lambda piece: piece[1]):
