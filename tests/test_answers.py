@@ -114,9 +114,20 @@ def test_sampled_answers_follow_the_target_and_leave_the_rng(tokenizer, tmp_path
     assert likely.sum() > 5 and chi < 116
 
 
-def test_repetition_penalty_of_the_target_counts_across_removals(tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 20},
+        {"begin_suppress_tokens": [END, *range(20, 40)]},
+        {"forced_eos_token_id": END},
+        {"exponential_decay_length_penalty": (5, 1.5)},
+    ],
+    ids=str,
+)
+def test_the_targets_own_settings_count_across_removals(own, tokenizer, tmp_path):
     target = target_that_ends()
-    target.generation_config.repetition_penalty = 1.3
+    target.generation_config.update(**own)
     answer(target, tokenizer, CHATS[:6], tmp_path / "out", max_new_tokens=40)
     for sample, chat in zip(sorted(read_samples(tmp_path / "out"), key=lambda s: s.id),
                             sorted(CHATS[:6], key=lambda c: c.id), strict=True):  # fmt: skip
@@ -124,6 +135,26 @@ def test_repetition_penalty_of_the_target_counts_across_removals(tokenizer, tmp_
 
 
 # -- interruption --
+
+
+def test_answers_of_another_kind_are_not_mixed_in(tokenizer, tmp_path):
+    target, out = target_that_ends(), tmp_path / "out.jsonl"
+    options = {"max_new_tokens": 4, "do_sample": True, "temperature": 0.8}
+    answer(target, tokenizer, CHATS[:2], out, **options)
+    before = out.read_bytes()
+    for other, change, message in (
+        (target, {"max_new_tokens": 40}, "max_new_tokens 4, now 40"),
+        (target, {"temperature": 1.0}, "temperature 0.8, now 1.0"),
+        (target, {"do_sample": False}, "do_sample True, now False; temperature 0.8, now None"),
+        (make_target("llama", seed=5), {}, r"target \w+, now \w+"),
+    ):
+        with pytest.raises(ValueError, match=rf"out.jsonl holds answers of another kind \({message}.*name a new file"):
+            answer(other, tokenizer, CHATS[:4], out, **options | change)
+        assert out.read_bytes() == before
+    out.write_bytes(before + b"\n")  # an empty line is none of them
+    assert answer(target, tokenizer, CHATS[:4], out, batch_size=1, seed=7, **options).written == 2
+    (tmp_path / "out.jsonl.settings.json").unlink()  # as answers that were made elsewhere
+    assert answer(target, tokenizer, CHATS[:5], out).found == 4
 
 
 def test_a_half_line_is_cut_and_done_samples_are_kept(tokenizer, tmp_path):
@@ -217,7 +248,7 @@ def test_read_prompts(tmp_path):
         Prompt("2", [{"role": "system", "content": "s"}, {"role": "user", "content": "ü"}]),
     ]
     for suffix, opener in {".jsonl": open, ".jsonl.gz": gzip.open, ".jsonl.xz": lzma.open}.items():
-        with opener(tmp_path / f"p{suffix}", "wt") as file:
+        with opener(tmp_path / f"p{suffix}", "wt", encoding="utf-8-sig") as file:  # with a mark at the beginning
             file.write(text)
         assert read_prompts(tmp_path / f"p{suffix}") == expected
     (tmp_path / "q.jsonl").write_text('{"question": "how?", "answer": "so"}\n')
@@ -307,6 +338,7 @@ BAD_PROMPTS = {
     '{"messages": ["a"]}': "the roles",
     '{"messages": "abc"}': "must be a list of turns",
     '{"messages": 5}': "must be a list of turns",
+    '{"messages": [{"role": ["a"], "content": "x"}]}': "the roles",
     '{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}': "most one system message",
     '{"messages": [{"role": "system"}, {"role": "user", "content": "b"}]}': "system message must be text",
     '{"id": 1, "turns": ["a"]}\n{"id": "1", "turns": ["b"]}': "comes a second time",
@@ -328,8 +360,16 @@ def test_what_cannot_be_answered(byte_tokenizer, tokenizer, tmp_path):
         answer(target, tokenizer, CHATS, out, batch_size=0)
     with pytest.raises(ValueError, match="seed must be from 0"):
         answer(target, tokenizer, CHATS, out, seed=2**64)
+    for own in ({"num_beams": 2}, {"stop_strings": ["x"]}):
+        other = target_that_ends()
+        other.generation_config.update(**own)
+        with pytest.raises(ValueError, match=r"has num_beams=.* and stop_strings=.*; expected neither"):
+            answer(other, tokenizer, CHATS, out)
     tokenizer.chat_template = "{{ raise_exception('no system here') }}"
     with pytest.raises(ValueError, match="refuses the prompt 'one': no system here"):
+        answer(target, tokenizer, CHATS, out)
+    tokenizer.chat_template = "{% if messages|length > 2 %}{{ raise_exception('one turn') }}{% endif %}A"
+    with pytest.raises(ValueError, match="refuses the prompt 'two': one turn"):
         answer(target, tokenizer, CHATS, out)
     tokenizer.chat_template = "{{ messages[-1].content }}A"
     with pytest.raises(ValueError, match="loses the earlier answers of the prompt 'two'"):
@@ -337,7 +377,7 @@ def test_what_cannot_be_answered(byte_tokenizer, tokenizer, tmp_path):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         answer(target, tokenizer, CHATS, out)
-    assert not out.exists() or out.read_text() == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

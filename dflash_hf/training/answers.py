@@ -6,6 +6,7 @@ over its results at the end only, so a run that is killed would lose them all.
 """
 
 import gzip
+import hashlib
 import json
 import lzma
 import os
@@ -24,6 +25,11 @@ STEPS_BETWEEN_REMOVALS = 16
 # Batches are formed from this many neighbours in the prompts' order, so that their lengths agree and yet any prefix
 # of the answers is as mixed as the prompts are.
 BATCHES_IN_A_WINDOW = 8
+# Settings of a generation config that count the tokens of a call: with them a batch stays together to its end.
+COUNTING = (
+    "min_length", "min_new_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+)  # fmt: skip
 OPENERS: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open}
 
 
@@ -128,7 +134,7 @@ def _dataset_records(name: str, split: str) -> Iterator[tuple[str, dict]]:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"There is no file {name}, and to look for a data set of that name the package `datasets` is needed: "
-            'pip install "dflash-hf[train]"'
+            'pip install "dflash-hf[train]", or ".[train]" in a clone.'
         ) from error
     for number, record in enumerate(load_dataset(name, split=split)):
         yield f"{name}[{number}]", record
@@ -150,7 +156,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict]]:
 
 def _object(line: bytes, where: str) -> dict:
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8-sig"))  # some editors put a mark at the beginning
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{where}: not UTF-8 (byte {error.start + 1} of the line is 0x{line[error.start]:02x}); save it as UTF-8."
@@ -186,7 +192,7 @@ def messages_of(record: dict, column: str | None, where: str) -> list[dict[str, 
         if not isinstance(messages, list):
             raise ValueError(f"{where}: `messages` must be a list of turns, got {repr(messages)[:80]}.")
         roles = [m.get("role") if isinstance(m, dict) else None for m in messages]
-        if not set(roles) <= {"system", "user", "assistant"} or "system" in roles[1:]:
+        if not all(role in ("system", "user", "assistant") for role in roles) or "system" in roles[1:]:
             raise ValueError(
                 f"{where}: `messages` must hold user and assistant turns after at most one system message, "
                 f"got the roles {roles}."
@@ -249,6 +255,26 @@ def check_ids(where: str, largest: int, target) -> None:
         )
 
 
+def fingerprint(target) -> str:
+    """Tells targets apart by a few numbers of every parameter: a fine-tune has other features.
+
+    Example:
+        >>> fingerprint(target) == FeatureDataset("features").index["target"]      # doctest: +SKIP
+        True
+    """
+    found = hashlib.sha256()
+    for name, parameter in target.named_parameters():
+        found.update(name.encode() + parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a JSON file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
+
+
 def _sample(record: dict, where: str, number: int) -> Sample:
     if {"p", "r"} <= set(record):
         prompt, response = record["p"], record["r"]
@@ -295,7 +321,8 @@ def answer(
     Greedy answers have the token ids of plain `generate()` on each prompt alone. A conversation with several user
     turns is answered in order, each turn after the target's own answers; those stay in the context token for token,
     reasoning included, whatever the chat template does with the past. A run that was killed goes on where it stopped:
-    call it again. Samples in `out` are kept and their prompts skipped, a half-written last line is cut off.
+    call it again. Samples in `out` are kept and their prompts skipped, a half-written last line is cut off. Beside
+    `out` stands what it was made with (`answers.jsonl.settings.json`), so that other answers are not mixed in.
 
     Args:
         target: a decoder-only model that generates, in eval mode. Its own generation config counts where the
@@ -310,7 +337,8 @@ def answer(
 
     Raises:
         ValueError: the tokenizer has no chat template or refuses a prompt, `out` holds something else than samples of
-            these prompts, or an argument is out of its range. Nothing is written then.
+            these prompts, or samples of another target or other settings, the target's generation config asks for
+            beams or stop strings, or an argument is out of its range. Nothing is written then.
 
     Example:
         >>> answer(target, tokenizer, read_prompts("prompts.jsonl"), "answers.jsonl").written     # doctest: +SKIP
@@ -328,7 +356,17 @@ def answer(
     out = Path(out)
     if out.suffix in OPENERS:
         raise ValueError(f"{out} would be compressed, and answers are appended as they come: write to a .jsonl file.")
+    config = target.generation_config
+    if (config.num_beams or 1) > 1 or config.stop_strings:
+        raise ValueError(
+            f"The target's generation config has num_beams={config.num_beams} and stop_strings={config.stop_strings}; "
+            "expected neither, answers are one greedy or sampled text that ends with a token. Unset them in "
+            "target.generation_config, or in the target's generation_config.json."
+        )
     chats = [_Chat(prompt, _opening_ids(tokenizer, prompt)) for prompt in prompts]
+    for prompt in prompts:  # so that a template that refuses a later turn does so now
+        for answered in range(1, sum(message["role"] == "user" for message in prompt.messages)):
+            _text_between(tokenizer, prompt, answered)
     done = _recover(out)
     run = AnswerRun()
     waiting = []
@@ -348,6 +386,7 @@ def answer(
     choose: dict = {"do_sample": do_sample, "max_new_tokens": max_new_tokens}
     if do_sample:
         choose |= {"temperature": temperature, "top_p": top_p, "top_k": 0}
+    _check_settings(out, {"target": fingerprint(target)} | choose, new=not done)
     devices = [target.device] if target.device.type == "cuda" else []
     started = time.perf_counter()
     bar = _progress(len(waiting)) if progress else nullcontext(lambda samples, tokens: None)
@@ -390,27 +429,40 @@ class _Chat:
 def _opening_ids(tokenizer, prompt: Prompt) -> list[int]:
     """Ids up to the first answer."""
     first = 2 if prompt.messages[0]["role"] == "system" else 1
+    return _templated(tokenizer, prompt, prompt.messages[:first], tokenize=True)["input_ids"]
+
+
+def _templated(tokenizer, prompt: Prompt, messages: list[dict], tokenize: bool):
     try:
-        return tokenizer.apply_chat_template(prompt.messages[:first], add_generation_prompt=True)["input_ids"]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=tokenize)
     except Exception as error:  # whatever the template raises (jinja2 has its own classes)
         raise ValueError(f"The chat template refuses the prompt {prompt.id!r}: {error}") from error
 
 
-def _ids_between(tokenizer, chat: _Chat) -> list[int]:
-    """Ids from behind the last answer up to the next one: the template's text there, with the user turn in it."""
+def _text_between(tokenizer, prompt: Prompt, answered: int) -> str:
+    """The template's text from behind the last of so many answers up to the next one, with the user turn in it."""
     messages, mark = [], "\ufffcANSWER\ufffc"
     users = 0
-    for message in chat.prompt.messages:
-        if message["role"] == "user" and users > len(chat.spans):
+    for message in prompt.messages:
+        if message["role"] == "user" and users > answered:
             break
         if message["role"] == "user" and users:
             messages.append({"role": "assistant", "content": mark})
         users += message["role"] == "user"
         messages.append(message)
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = _templated(tokenizer, prompt, messages, tokenize=False)
     if mark not in text:
-        raise ValueError(f"The chat template loses the earlier answers of the prompt {chat.prompt.id!r}.")
-    ids = tokenizer(text.rpartition(mark)[2], add_special_tokens=False)["input_ids"]
+        raise ValueError(
+            f"The chat template loses the earlier answers of the prompt {prompt.id!r}: give it one turn, or set "
+            "tokenizer.chat_template to one that keeps them."
+        )
+    return text.rpartition(mark)[2]
+
+
+def _ids_between(tokenizer, chat: _Chat) -> list[int]:
+    """Ids from behind the last answer up to the next one."""
+    text = _text_between(tokenizer, chat.prompt, len(chat.spans))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     # The answer usually ends with the token that the template would put there.
     return ids[1:] if ids and chat.ids[-1] == ids[0] else ids
 
@@ -434,8 +486,9 @@ def _answer_turn(target, tokenizer, chats: list[_Chat], choose: dict) -> int:
     ids = torch.tensor([[pad] * (width - len(chat.ids)) + chat.ids for chat in chats])  # [B, width]
     mask = torch.tensor([[0] * (width - len(chat.ids)) + [1] * len(chat.ids) for chat in chats])
     rows, cache, steps = list(chats), None, choose["max_new_tokens"]
+    together = any(getattr(target.generation_config, name) for name in COUNTING)
     while rows:
-        steps_now = min(STEPS_BETWEEN_REMOVALS, steps)
+        steps_now = steps if together else min(STEPS_BETWEEN_REMOVALS, steps)
         output = target.generate(
             ids.to(target.device),
             attention_mask=mask.to(target.device),
@@ -462,6 +515,22 @@ def _answer_turn(target, tokenizer, chats: list[_Chat], choose: dict) -> int:
     return sum(stop - start for start, stop in (chat.spans[-1] for chat in chats))
 
 
+def _check_settings(out: Path, settings: dict, new: bool) -> None:
+    """Compare `settings` with those that the answers in `out` were made with, or keep them for a `new` file."""
+    path = out.with_name(out.name + ".settings.json")
+    if new:
+        write_json(path, settings)
+    elif path.is_file():  # answers that were made elsewhere have none
+        found = json.loads(path.read_text())
+        names = [name for name in settings | found if found.get(name) != settings.get(name)]
+        differ = [f"{name} {found.get(name)}, now {settings.get(name)}" for name in names]
+        if differ:
+            raise ValueError(
+                f"{out} holds answers of another kind ({'; '.join(differ)}): go on with what they were made with, or "
+                "name a new file."
+            )
+
+
 def _recover(out: Path) -> dict[str, Sample]:
     """The samples that are already in `out`, by id; a half-written last line is cut off the file."""
     if not out.exists():
@@ -472,6 +541,8 @@ def _recover(out: Path) -> dict[str, Sample]:
     whole = content.rfind(b"\n") + 1
     samples = {}
     for number, line in enumerate(content[:whole].splitlines(), 1):
+        if not line.strip():  # as `read_samples` has it
+            continue
         try:
             sample = _sample(json.loads(line), f"{out}:{number}", number - 1)
         except (ValueError, TypeError) as error:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging
 
-from .answers import Sample, check_ids
+from .answers import Sample, check_ids, fingerprint, write_json
 
 logger = logging.get_logger(__name__)
 
@@ -150,7 +150,7 @@ def write_features(
             "larger disk, fewer samples, or train with online features."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / INDEX, index | {"shards": len(shards), "samples": len(samples)})
+    write_json(folder / INDEX, index | {"shards": len(shards), "samples": len(samples)})
     tokens = sum(len(sample.ids) for i in missing for sample in shards[i])
     with _progress(tokens) if progress else nullcontext(lambda tokens: None) as advance:
         for i in missing:
@@ -362,19 +362,6 @@ def _digest(samples: list[Sample]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def fingerprint(target) -> str:
-    """Tells targets apart by a few numbers of every parameter: a fine-tune has other features.
-
-    Example:
-        >>> fingerprint(target) == FeatureDataset("features").index["target"]      # doctest: +SKIP
-        True
-    """
-    found = hashlib.sha256()
-    for name, parameter in target.named_parameters():
-        found.update(name.encode() + parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
-    return found.hexdigest()[:16]
-
-
 def _check_index(folder: Path, index: dict) -> None:
     path = folder / INDEX
     if not path.exists():
@@ -386,12 +373,6 @@ def _check_index(folder: Path, index: dict) -> None:
                 f"{folder} holds features with {key} = {found.get(key)}, wanted {value}: name another folder, or "
                 "delete this one."
             )
-
-
-def _write_json(path: Path, content: dict) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
 
 
 def _save_whole(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:

@@ -22,8 +22,8 @@ from transformers.utils import logging
 from ..checkpoints import meaning
 from ..drafter.configuration_dflash import DFlashConfig
 from .acceptance import figures, num_passes, walk
-from .answers import Sample, check_ids, read_samples
-from .features import FeatureDataset, fingerprint, occurrences, target_features
+from .answers import Sample, check_ids, fingerprint, read_samples
+from .features import FeatureDataset, occurrences, target_features
 from .objective import (
     IGNORE,
     Blocks,
