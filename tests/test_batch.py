@@ -2,11 +2,13 @@
 
 import functools
 
+import peft
 import pytest
 import torch
 from transformers import DynamicCache
 from transformers.generation import EosTokenCriteria, LogitsProcessor, MaxLengthCriteria
 
+from dflash_hf.drafter.passes import why_not_slots
 from drafters import BLOCK, HITS, OracleDrafter, make_drafter
 from targets import PAD, TEXT_FAMILIES, VOCAB, WINDOW, make_target, prompt_ids, vlm_inputs
 
@@ -308,6 +310,45 @@ def test_dynamic_rope_targets_are_decoded_plainly_beyond_their_length():
     assert target.generate(short, do_sample=False, max_new_tokens=8).tolist() == of_short.tolist()
     out = target.generate(short, do_sample=False, max_new_tokens=8, assistant_model=drafter)
     assert out.tolist() == of_short.tolist() and drafter.last_run.drafted_cycles > 0
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 4, 7]])
+def test_token_types_that_gpt2_embeds(lengths):
+    """Every new token has the type of the last one."""
+    target, inputs = make_target("gpt2"), left_padded(lengths)
+    inputs["token_type_ids"] = inputs["attention_mask"] * torch.arange(9, 9 + len(lengths))[:, None]
+    expected = target.generate(**inputs, **SETTINGS)
+    without = target.generate(**{**inputs, "token_type_ids": None}, **SETTINGS)
+    assert not torch.equal(expected, without)
+    assert torch.equal(target.generate(**inputs, assistant_model=make_drafter(), **SETTINGS), expected)
+
+
+def test_rows_with_adapters_of_their_own_are_decoded_plainly():
+    target, inputs = make_target("llama"), left_padded([9, 4, 7])
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(target, lora, adapter_name="a")
+    model.add_adapter("b", lora)
+    names = {"adapter_names": ["a", "b", "__base__"]}
+    expected = model.generate(**inputs, **names, **SETTINGS)
+    with pytest.warns(UserWarning, match="sequence.s. without the drafter: its rows wear different adapters"):
+        found = model.generate(**inputs, **names, assistant_model=make_drafter(), **SETTINGS)
+    assert torch.equal(found, expected)
+
+
+def test_a_drafter_with_dynamic_rope_stays_as_it_is():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    drafter = make_drafter(rope_parameters=rope, max_position_embeddings=32)
+    before = drafter.rotary_emb.inv_freq.clone()
+    make_target("llama").generate(prompt_ids(length=60), assistant_model=drafter, **SETTINGS)
+    assert torch.equal(drafter.rotary_emb.inv_freq, before)
+
+
+def test_caches_that_are_offloaded_have_no_slots():
+    target = make_target("llama")
+    cache = DynamicCache(config=target.config)
+    assert why_not_slots(target, cache) is None
+    cache.offloading = True  # as DynamicCache(offloading=True), which needs an accelerator
+    assert "offloaded" in why_not_slots(target, cache)
 
 
 def test_autocast_and_key_widths():

@@ -633,6 +633,7 @@ def test_the_command_writes_json_a_table_and_plots(folders):
 
 def test_the_command_takes_folders_of_speculators_under_their_own_names(folders, monkeypatch):
     monkeypatch.chdir(folders)
+    Path("drafter", "generation_config.json").unlink()  # speculators' layout holds no schedule
     convert("drafter", "s", to="speculators", target="someone/some-target")
     (folders / "drafter").rename(folders / "z")
     (folders / "s").rename(folders / "drafter")

@@ -221,10 +221,10 @@ class SlotLayer(DynamicLayer):
         filled = []
         for which in (0, 1):
             heads, _, dim = rows[0][which].shape
-            whole = [row[which].new_zeros(heads, num_columns - first, dim) for row in rows]
+            whole = rows[0][which].new_zeros(len(rows), heads, num_columns - first, dim)
             for i, (row, stop) in enumerate(zip(rows, stops, strict=True)):
                 kept = max(stop - first, 0)
                 whole[i][:, :kept] = row[which][:, row[which].shape[1] - kept :]
-            filled.append(torch.stack(whole))
+            filled.append(whole)
         layer.keys, layer.values = filled
         return layer

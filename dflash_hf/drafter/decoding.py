@@ -169,7 +169,7 @@ class _NotingCaller:
         return self
 
 
-def _why_not_row_by_row(logits_processor, stopping_criteria, generation_config, streamer) -> str | None:
+def _why_not_row_by_row(target, logits_processor, stopping_criteria, generation_config, streamer) -> str | None:
     """What in a call of several rows may look at the whole batch, so that rows cannot go ahead of each other."""
     odd = [type(p).__name__ for p in logits_processor if type(p) not in _ROW_PROCESSORS]
     odd += [type(c).__name__ for c in stopping_criteria if type(c) not in _ROW_CRITERIA]
@@ -177,6 +177,10 @@ def _why_not_row_by_row(logits_processor, stopping_criteria, generation_config, 
         return f"{' and '.join(odd)} may look at all of the batch"
     if streamer is not None:
         return f"{type(streamer).__name__} takes one token of every row at a time"
+    # peft's `adapter_names` are hooks of the call that know the row of each adapter.
+    hooks = (hook for module in target.modules() for hook in module._forward_pre_hooks.values())
+    if any("adapter_names" in (getattr(hook, "keywords", None) or {}) for hook in hooks):
+        return "its rows wear different adapters"
     for name in ("output_attentions", "output_hidden_states"):
         if generation_config.return_dict_in_generate and getattr(generation_config, name):
             return f"{name} come from steps of all rows at once"
@@ -251,7 +255,7 @@ def decode(
     shortest = held if seen_mask is None else int(seen_mask.sum(-1).min())
     plainly = _why_not_several_tokens(target, shortest, held + num_new)
     if num_rows > 1 and not plainly:
-        plainly = _why_not_row_by_row(logits_processor, stopping_criteria, generation_config, streamer)
+        plainly = _why_not_row_by_row(target, logits_processor, stopping_criteria, generation_config, streamer)
     if plainly:
         warnings.warn(f"Decoding {num_rows} sequence(s) without the drafter: {plainly}.", stacklevel=4)
         record(drafter, DFlashRun(rows=num_rows))  # so that nobody takes an earlier call's figures for this one's

@@ -54,10 +54,10 @@ def with_cpu_kernels(module: Model) -> Model:
     """A second object for the same module that is fast at few rows on the CPU; `module` stays as it is.
 
     Linear layers become `FewRowsLinear`, sdpa attention with shared K/V heads `shared_kv_attention`. Parameters,
-    buffers and hooks are shared, not copied, so it costs no memory and follows their changes; modules that are added
-    or replaced later are not. Layers that are not plain `nn.Linear` in float32 on the CPU are left as they are.
-    transformers sets its hooks for hidden states on first use: let `module` return some before it has a twin, or both
-    will set theirs.
+    buffers and hooks are shared, not copied, so it costs no memory and follows their changes; modules and buffers that
+    are added or replaced later are not. Layers that are not plain `nn.Linear` in float32 on the CPU are left as they
+    are. transformers sets its hooks for hidden states on first use: let `module` return some before it has a twin, or
+    both will set theirs.
 
     Example:
         >>> linear = nn.Linear(16, 64)
@@ -70,6 +70,8 @@ def with_cpu_kernels(module: Model) -> Model:
     twin.__dict__["_modules"] = {
         name: None if child is None else with_cpu_kernels(child) for name, child in module._modules.items()
     }
+    # RoPE that follows the length puts other frequencies in place of its own, and notes so in an attribute.
+    twin.__dict__["_buffers"] = dict(module._buffers)
     # An own `forward` (offloading, compilation) stands in the object and goes on to call the original.
     plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and torch.backends.mkl.is_available()
     if plain and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu":

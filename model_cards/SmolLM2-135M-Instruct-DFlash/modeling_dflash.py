@@ -504,7 +504,12 @@ class DFlashDraftModel(PreTrainedModel):
         """The decode loop for one generate call on `target`; see `decoding.decode`.
 
         `generate(assistant_model=drafter)` comes here by itself, `generate(custom_generate=drafter.decode)` by hand.
+
+        Raises:
+            ValueError: as `decoding.decode`, or `synced_gpus` is set, whose lockstep this loop does not keep.
         """
+        if kwargs.get("synced_gpus"):
+            raise ValueError("synced_gpus=True needs transformers' loop: pass assistant_model=drafter instead.")
         kwargs = {name: value for name, value in kwargs.items() if name not in NOT_FOR_DECODE}
         return decode(target, input_ids, self, **kwargs)
 

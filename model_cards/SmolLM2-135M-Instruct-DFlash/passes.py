@@ -33,6 +33,8 @@ def why_not_slots(target, cache) -> str | None:
         return f"{attention} takes no masks that differ by row"
     expected = [type(layer) for layer in DynamicCache(config=target.config).layers]
     found = [type(layer) for layer in cache.layers] or [DynamicLayer] * len(expected)  # layers are made on first use
+    if getattr(cache, "offloading", False):
+        return "rows of other lengths need a cache on the device, this one is offloaded"
     if found != expected:
         return f"rows of other lengths need a DynamicCache(config=target.config), got a {type(cache).__name__}"
     return None
@@ -69,9 +71,19 @@ class SlotPass:
         self.by_type = target.config.model_type in ONE_MASK_EACH_TYPE
         self.additive = target.config.get_text_config()._attn_implementation == "eager"
         self.inputs = {k: v for k, v in model_kwargs.items() if k not in _OWN_INPUTS}
-        slots = [SlotLayer(layer, self.num_columns, block_size) for layer in cache.layers]
-        for layer in slots:
-            layer.original.keys = layer.original.values = None  # one copy is enough; `close` gives them back
+        # GPT-2 embeds them, and plain `generate()` gives every new token the last one's.
+        types = model_kwargs.get("token_type_ids") if target.config.model_type == "gpt2" else None
+        self.token_types = None if types is None else types[:, -1:]  # [B, 1]
+        slots: list[SlotLayer] = []
+        try:
+            for layer in cache.layers:
+                slots.append(SlotLayer(layer, self.num_columns, block_size))
+                layer.keys = layer.values = None  # one copy is enough; `close` gives them back
+        except BaseException:  # no memory: the user's cache keeps the prompt
+            for slot in slots:
+                rows = [slot.columns_of(row, self.num_columns) for row in range(num_rows)]
+                slot.restore(rows, [self.num_columns] * num_rows)
+            raise
         cache.layers[:] = slots
         self.left: dict[int, list] = {}  # K/V of rows that are finished, by row of the call
 
@@ -85,6 +97,8 @@ class SlotPass:
             layer.expect(columns.to(layer.device), first, total)
         # Columns behind the length limit carry nothing that will be used, but a learned position must exist.
         position_ids = self.last_position + columns.clamp_max(self.last_column) - (self.num_columns - 1)
+        if self.token_types is not None:
+            inputs["token_type_ids"] = self.token_types.expand(-1, length)
         with self.twin._optimize_model_for_decode():
             return self.twin(
                 input_ids=block,
@@ -139,9 +153,12 @@ class SlotPass:
         self.last_position = self.last_position.index_select(-2, keep.to(self.last_position.device))
         if self.prompt_mask is not None:
             self.prompt_mask = self.prompt_mask[keep]
+        if self.token_types is not None:
+            self.token_types = self.token_types[keep]
 
     def _remember(self, row: int, index: int, length: int) -> None:
-        stop = length + self.offset - 1  # the last token has not been through the target
+        # The last token has not been through the target; before the first one came, the prompt has.
+        stop = max(length + self.offset - 1, self.num_columns)
         self.left[row] = [stop, [layer.columns_of(index, stop) for layer in self.cache.layers]]
 
     def close(self, rows: dict[int, tuple[int, int]]) -> None:
@@ -150,9 +167,10 @@ class SlotPass:
             self._remember(row, index, length)
         order = sorted(self.left)
         stops = [self.left[row][0] for row in order]
-        self.cache.layers[:] = [
-            layer.restore([self.left[row][1][i] for row in order], stops) for i, layer in enumerate(self.cache.layers)
-        ]
+        for i, layer in enumerate(self.cache.layers):  # one by one, so that only one of them is there twice
+            self.cache.layers[i] = layer.restore([self.left[row][1][i] for row in order], stops)
+            for row in order:
+                self.left[row][1][i] = None
 
 
 def _extend(model_kwargs: dict, count: int) -> dict:

@@ -41,7 +41,7 @@ class _Pair:
 
     def grant(self) -> float:
         """The patience that drafting starts with."""
-        if not any(costs.cycles for costs in self.costs.values()):
+        if not any(costs.cycles for costs in list(self.costs.values())):  # other threads add to it
             return _FIRST_GRANT
         return _GRANT * (_FIRST_PAUSE / self.pause) ** 0.5
 
