@@ -121,7 +121,7 @@ def test_sampled_answers_follow_the_target_and_leave_the_rng(tokenizer, tmp_path
         {"min_new_tokens": 20},
         {"begin_suppress_tokens": [END, *range(20, 40)]},
         {"forced_eos_token_id": END},
-        {"exponential_decay_length_penalty": (5, 1.5)},
+        {"exponential_decay_length_penalty": (18, 1.1)},
     ],
     ids=str,
 )
@@ -153,6 +153,9 @@ def test_answers_of_another_kind_are_not_mixed_in(tokenizer, tmp_path):
         assert out.read_bytes() == before
     out.write_bytes(before + b"\n")  # an empty line is none of them
     assert answer(target, tokenizer, CHATS[:4], out, batch_size=1, seed=7, **options).written == 2
+    (tmp_path / "out.jsonl.settings.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"settings.json is damaged: delete it"):
+        answer(target, tokenizer, CHATS[:4], out, **options)
     (tmp_path / "out.jsonl.settings.json").unlink()  # as answers that were made elsewhere
     assert answer(target, tokenizer, CHATS[:5], out).found == 4
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -51,6 +51,7 @@ def report(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("bench") / "bench.json"
     source = {"source": "/home/someone/data/gsm8k_dev.jsonl", "sha256": "ab" * 32}
     source["command"] = "dflash-hf bench /home/someone/target me/drafter gsm8k_dev.jsonl --max-new-tokens 12"
+    source["command"] += " --out=/home/someone/bench.json"
     methods = ["plain", "constant", "prompt-lookup"]
     bench(
         make_target("llama"), make_drafter(), prompts, methods=methods, max_new_tokens=12, out=path, source=source,
@@ -169,7 +170,7 @@ def test_every_number_of_the_card_is_the_reports(folder, report, tmp_path):
     for text in (
         f"On {environment['cpu']}, {environment['threads']} thread, torch {environment['versions']['torch']}",
         "4 prompts of gsm8k_dev.jsonl (SHA-256 abababababab...), greedy, at most 12 new tokens, 1 round, batches of",
-        "dflash-hf bench target me/drafter gsm8k_dev.jsonl --max-new-tokens 12",  # no folders of this machine
+        "dflash-hf bench target me/drafter gsm8k_dev.jsonl --max-new-tokens 12 --out=bench.json",  # no folders
         " ".join(f"{share:.2f}" for share in row["acceptance_by_position"]),
     ):
         assert text in card.text
@@ -190,10 +191,15 @@ def test_tau_is_of_the_longest_blocks_and_speed_of_what_generate_does_by_itself(
         """Each method has its place in `names` as its tau and speed-up."""
         rows = {n: row | {"tau": i + 1, "ratio": row["ratio"] | {"value": i + 1}} for i, n in enumerate(names)}
         sampling = whole["settings"]["sampling"] | {"do_sample": sampled}
-        changes = {"summary": {"plain": whole["summary"]["plain"]} | rows, "by_category": {}}
+        summary = {"plain": whole["summary"]["plain"]} | rows
+        changes = {"summary": summary, "by_category": {"code": summary, "maths": summary}}
         changes["settings"] = whole["settings"] | {"sampling": sampling}
         (tmp_path / "x.json").write_text(json.dumps(whole | changes))
-        return {result.metric_type: result.metric_value for result in Measurements(tmp_path / "x.json").eval_results()}
+        measurements = Measurements(tmp_path / "x.json")
+        found = {result.metric_type: result.metric_value for result in measurements.eval_results()}
+        # In words and in metadata, of all prompts and of a category.
+        assert f"| code | {found['tau']:.2f} | {found['speedup']:.2f} (" in measurements.markdown([])
+        return found
 
     assert published("constant") == {"tau": 1, "speedup": 1}
     assert published("constant k=2", "constant k=10", "constant k=4") == {"tau": 2, "speedup": 2}
@@ -225,6 +231,22 @@ def test_a_card_that_is_there_keeps_its_words(folder, report, tmp_path):
     assert twice.text.count("| constant |") == 1 and "| 1.99 |" in twice.text
     assert once.text.split("<!--")[0] == twice.text.split("<!--")[0]
     assert next(r.metric_value for r in twice.data.eval_results if r.metric_type == "tau") == 1.987
+
+
+def test_a_heading_and_results_of_somebody_else_stay(folder, report, tmp_path):
+    theirs = EvalResult("text-generation", "x", "mine", "accuracy", 0.5)
+    data = ModelCardData(license="mit", base_model=BASE, model_name="drafter", eval_results=[theirs])
+    (folder / "README.md").write_text(f"---\n{data}\n---\n\n# Mine\n\n## Measured\n\nBy hand: 2.5.\n\n## Limits\n")
+    (folder / "LICENSE").write_text("MIT")
+    before = (folder / "README.md").read_text()
+    for name, source in (("once", folder), ("twice", tmp_path / "once")):
+        publish(source, "me/drafter", measurements=report, out=tmp_path / name)
+        card = ModelCard.load(tmp_path / name / "README.md")
+        assert card.text.count("## Measured") == card.text.count("| constant |") == 1
+        assert card.text.index("| constant |") < card.text.index("By hand") < card.text.index("## Limits")
+        found = [(r.metric_type, r.metric_value) for r in card.data.eval_results]
+        assert found[0] == ("accuracy", 0.5) and len(found) == 7
+    assert (folder / "README.md").read_text() == before
 
 
 def test_a_loaded_drafter_and_one_of_speculators(hub, tmp_path):

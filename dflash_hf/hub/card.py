@@ -124,11 +124,16 @@ class Measurements:
         if report.get("interrupted"):
             lines += ["The measurement was interrupted; these are the runs that were complete.", ""]
         if command := report["prompts"].get("command"):
-            lines += ["```bash", shlex.join(_name(part) for part in shlex.split(command)), "```", ""]
+            lines += ["```bash", shlex.join(_option(part) for part in shlex.split(command)), "```", ""]
         lines += self._methods_table(report["summary"])
         categories = report.get("by_category", {})
         if len(categories) > 1:
-            lines += ["", f"`{self.method}` by category:", "", *self._categories_table(categories)]
+            whose = (
+                f"tau of `{self.method}`, speed of `{self.default}`"
+                if self.default in report["summary"]
+                else (f"`{self.method}`")
+            )
+            lines += ["", f"By category, {whose}:", "", *self._categories_table(categories)]
         row = report["summary"][self.method]
         accepted = " ".join(f"{share:.2f}" for share in row["acceptance_by_position"])
         lines += ["", f"Drafts accepted by position, of the cycles that offered one there: {accepted}"]
@@ -156,7 +161,7 @@ class Measurements:
         lines = ["| category | tau | x plain (95% interval) |", "|---|---|---|"]
         for category, summary in categories.items():
             if (row := summary.get(self.method)) is not None:
-                ratio = row["ratio"]
+                ratio = (summary.get(self.default) or row)["ratio"]
                 over = "" if ratio is None else f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
                 lines.append(f"| {category} | {'' if row['tau'] is None else format(row['tau'], '.2f')} | {over} |")
         return lines
@@ -203,7 +208,10 @@ def write_card(
         if measurements is not None:
             parts = re.split(f"{re.escape(BEGIN)}.*?{re.escape(END)}", card.text, maxsplit=1, flags=re.DOTALL)
             if len(parts) == 1:
-                parts = [f"{card.text.rstrip()}\n\n## Measured\n\n", "\n"]
+                heading = re.search(r"^## Measured *\n+", card.text, flags=re.MULTILINE)
+                at = heading.end() if heading else len(card.text)
+                before = card.text[:at] if heading else f"{card.text.rstrip()}\n\n## Measured\n\n"
+                parts = [before, "\n\n" + card.text[at:] if heading else "\n"]
             card.text = section.join(parts)
     have = card.data.to_dict()
     new = {
@@ -221,7 +229,10 @@ def write_card(
     have |= {key: value for key, value in new.items() if value and not (key in defaults and have.get(key))}
     if measurements is not None:
         have.pop("model-index", None)
-        have |= {"model_name": repo_id.split("/")[-1], "eval_results": measurements.eval_results()}
+        # Results by somebody else, of other metrics, are theirs.
+        others = [r for r in card.data.eval_results or [] if r.metric_type not in ("tau", "speedup")]
+        name = card.data.model_name if others else repo_id.split("/")[-1]
+        have |= {"model_name": name, "eval_results": [*others, *measurements.eval_results()]}
     card.data = ModelCardData(**have)
     return card
 
@@ -245,6 +256,12 @@ def hub_name(name) -> bool:
 def _name(path: str) -> str:
     """A path without what it says about this machine."""
     return PurePath(path).name if os.path.isabs(path) or path.startswith((".", "~")) else path
+
+
+def _option(part: str) -> str:
+    """The same for a word of a command, such as `--out=/home/me/bench.json`."""
+    name, equals, value = part.partition("=")
+    return f"{name}={_name(value)}" if equals and name.startswith("-") else _name(part)
 
 
 def _count(number: int, what: str) -> str:

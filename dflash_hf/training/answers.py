@@ -336,6 +336,7 @@ def answer(
         progress: show progress in the terminal (needs the package `rich`).
 
     Raises:
+        FileNotFoundError: the folder of `out` is not there.
         ValueError: the tokenizer has no chat template or refuses a prompt, `out` holds something else than samples of
             these prompts, or samples of another target or other settings, the target's generation config asks for
             beams or stop strings, or an argument is out of its range. Nothing is written then.
@@ -356,6 +357,8 @@ def answer(
     out = Path(out)
     if out.suffix in OPENERS:
         raise ValueError(f"{out} would be compressed, and answers are appended as they come: write to a .jsonl file.")
+    if not out.absolute().parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {out.parent} to write {out.name} to: make it, or name another.")
     config = target.generation_config
     if (config.num_beams or 1) > 1 or config.stop_strings:
         raise ValueError(
@@ -521,7 +524,12 @@ def _check_settings(out: Path, settings: dict, new: bool) -> None:
     if new:
         write_json(path, settings)
     elif path.is_file():  # answers that were made elsewhere have none
-        found = json.loads(path.read_text())
+        try:
+            found = dict(json.loads(path.read_text()).items())
+        except (ValueError, AttributeError):
+            raise ValueError(
+                f"{path} is damaged: delete it if {out} was made with this target and these settings, else both."
+            ) from None
         names = [name for name in settings | found if found.get(name) != settings.get(name)]
         differ = [f"{name} {found.get(name)}, now {settings.get(name)}" for name in names]
         if differ:
