@@ -328,6 +328,7 @@ def test_rows_with_adapters_of_their_own_are_decoded_plainly():
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(target, lora, adapter_name="a")
     model.add_adapter("b", lora)
+    model.eval()
     names = {"adapter_names": ["a", "b", "__base__"]}
     expected = model.generate(**inputs, **names, **SETTINGS)
     with pytest.warns(UserWarning, match="sequence.s. without the drafter: its rows wear different adapters"):

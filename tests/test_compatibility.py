@@ -108,7 +108,8 @@ def scores(target, inputs):
     expected = plainly(target, **inputs, **wants)
     drafter = oracle(expected.sequences[0].tolist(), "sometimes")
     out = target.generate(**GREEDY | inputs | wants, assistant_model=drafter)
-    torch.testing.assert_close(torch.stack(out.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+    # Of about 1. Recurrent layers sum in another order over a block, and by how much that differs depends on the CPU.
+    torch.testing.assert_close(torch.stack(out.scores), torch.stack(expected.scores), atol=1e-3, rtol=1e-3)
 
 
 def static_cache(target, inputs):

@@ -358,7 +358,7 @@ def answer(
     if out.suffix in OPENERS:
         raise ValueError(f"{out} would be compressed, and answers are appended as they come: write to a .jsonl file.")
     if not out.absolute().parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {out.parent} to write {out.name} to: make it, or name another.")
+        raise FileNotFoundError(f"{out} cannot be written, there is no folder {out.parent}: make it, or name another.")
     config = target.generation_config
     if (config.num_beams or 1) > 1 or config.stop_strings:
         raise ValueError(
