@@ -128,11 +128,7 @@ class Measurements:
         lines += self._methods_table(report["summary"])
         categories = report.get("by_category", {})
         if len(categories) > 1:
-            whose = (
-                f"tau of `{self.method}`, speed of `{self.default}`"
-                if self.default in report["summary"]
-                else (f"`{self.method}`")
-            )
+            whose = f"tau of `{self.method}`, speed of `{self.default}`"
             lines += ["", f"By category, {whose}:", "", *self._categories_table(categories)]
         row = report["summary"][self.method]
         accepted = " ".join(f"{share:.2f}" for share in row["acceptance_by_position"])
@@ -208,10 +204,11 @@ def write_card(
         if measurements is not None:
             parts = re.split(f"{re.escape(BEGIN)}.*?{re.escape(END)}", card.text, maxsplit=1, flags=re.DOTALL)
             if len(parts) == 1:
-                heading = re.search(r"^## Measured *\n+", card.text, flags=re.MULTILINE)
-                at = heading.end() if heading else len(card.text)
-                before = card.text[:at] if heading else f"{card.text.rstrip()}\n\n## Measured\n\n"
-                parts = [before, "\n\n" + card.text[at:] if heading else "\n"]
+                heading = re.compile(r"^## Measured *\n+", flags=re.MULTILINE)
+                if heading.search(card.text) is None:
+                    card.text = f"{card.text.rstrip()}\n\n## Measured\n\n"
+                at = heading.search(card.text).end()
+                parts = [card.text[:at], "\n\n" + card.text[at:]]
             card.text = section.join(parts)
     have = card.data.to_dict()
     new = {
