@@ -94,7 +94,7 @@ def test_features_of_other_answers_are_kept(target, samples, folder):
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
     new = folder.with_name("new")
     assert write_features(target, samples[:5], new, samples_per_shard=3, **settings) == 2
-    (short,) = (path.read_bytes() for path in [new / "features-00001.safetensors"])
+    short = (new / "features-00001.safetensors").read_bytes()
     assert write_features(target, samples, new, samples_per_shard=3, **settings) == 2
     assert [item["sample_id"] for item in FeatureDataset(new)] == [sample.id for sample in samples]
     (new / "features-00001.safetensors").write_bytes(short)  # as a kill would have left it

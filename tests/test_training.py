@@ -114,9 +114,11 @@ class Recorder(DFlashDraftModel):
         return logits
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_training_pass_gives_the_logits_of_generation(variant, target, samples):
-    drafter = make_drafter(cls=Recorder, **VARIANTS[variant])
+def test_training_pass_gives_the_logits_of_generation(variant, dtype, samples):
+    target = make_target("qwen3", dtype=dtype)
+    drafter = make_drafter(cls=Recorder, **VARIANTS[variant]).to(dtype)
     drafter.generation_config.num_assistant_tokens_schedule = "constant"
     drafter.anchors, drafter.drafted = [], []
     sample, other = samples[3], samples[5]
@@ -132,8 +134,9 @@ def test_training_pass_gives_the_logits_of_generation(variant, target, samples):
     states = objective.block_states(drafter, drafter, blocks, target.get_input_embeddings())
     logits = drafter.compute_logits(states, target.get_output_embeddings(), VOCAB)[2:]
     for row, seen in zip(logits, drafted, strict=True):
-        # float32: of the largest logit
-        torch.testing.assert_close(row[: len(seen)], seen, rtol=0, atol=1e-5 * max(1.0, float(seen.abs().max())))
+        # Of the largest logit in float32, where rounding is relative; two orders above that is left in float64.
+        atol = 1e-5 * max(1.0, float(seen.abs().max())) if dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(row[: len(seen)], seen, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("variant", ["bidirectional", "sliding", "causal"])
@@ -148,6 +151,20 @@ def test_flex_attention_sees_what_sdpa_sees(variant):
     expected, _ = objective.block_attention(attention, q, k, v, mask, scaling=0.25)
     found = objective._flex(attention, q, k, v, mask, L, T, 0.25)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_flex_attention_gets_one_dtype(monkeypatch):
+    """Under autocast queries and keys come in float32, values in bfloat16; older torch refuses that."""
+    attention, seen = make_drafter().layers[0].self_attn, []
+
+    def flex(query, key, value, **options):
+        seen.append({query.dtype, key.dtype, value.dtype})
+        return query
+
+    monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", flex)
+    q, k = torch.randn(1, 4, 4, 16), torch.randn(1, 4, 9, 16)
+    objective._flex(attention, q, k, k.bfloat16(), torch.tensor([[[[0, 5]]]]), 4, 5, 0.25)
+    assert seen == [{torch.bfloat16}]
 
 
 @pytest.mark.parametrize("window", [None, 3, 40, 300])

@@ -231,7 +231,6 @@ class FeatureDataset(torch.utils.data.Dataset):
         self.index: dict = {}
         self.items: list = []
         self.lengths: list[int] = []
-        self.occurrences: list[int] = []  # of each item's sample before it: a folder may be named twice
         self._open: dict[Path, safe_open] = {}
         for folder in sources:
             if not (folder / INDEX).is_file():
