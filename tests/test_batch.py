@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 from transformers.generation import EosTokenCriteria, LogitsProcessor, MaxLengthCriteria
 
+from dflash_hf.drafter import passes
 from dflash_hf.drafter.passes import why_not_slots
 from drafters import BLOCK, HITS, OracleDrafter, make_drafter
 from targets import PAD, TEXT_FAMILIES, VOCAB, WINDOW, make_target, prompt_ids, vlm_inputs
@@ -210,6 +211,8 @@ def test_both_loops_by_hand():
     for loop in (drafter.decode, drafter.assisted_decoding):
         assert target.generate(**inputs, **SETTINGS, custom_generate=loop).tolist() == rows
         assert drafter.last_run.tau > 1.3
+    with pytest.raises(ValueError, match="synced_gpus=True needs transformers' loop"):
+        drafter.decode(target, inputs["input_ids"], synced_gpus=True)
     inputs = left_padded(LENGTHS[3])
     rows = alone(target, inputs)
     ids = target.generate(**inputs, **SETTINGS, custom_generate=batch_oracle(rows, "always").decode)
@@ -350,6 +353,28 @@ def test_caches_that_are_offloaded_have_no_slots():
     assert why_not_slots(target, cache) is None
     cache.offloading = True  # as DynamicCache(offloading=True), which needs an accelerator
     assert "offloaded" in why_not_slots(target, cache)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_no_memory_for_slots_leaves_the_users_cache(family, monkeypatch):
+    """It holds the prompt then, and plain generation goes on from it."""
+    target, ids = make_target(family), prompt_ids(length=21)
+    expected = target.generate(ids, **SETTINGS)
+    cache, made = DynamicCache(config=target.config), []
+
+    class Failing(passes.SlotLayer):
+        def __init__(self, *args):
+            if len(made) == 2:
+                raise MemoryError
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(passes, "SlotLayer", Failing)
+    with pytest.raises(MemoryError):
+        target.generate(ids, cache=cache, assistant_model=make_drafter(), **SETTINGS)
+    assert cache.get_seq_length() == 21 and len(made) == 2
+    again = target.generate(expected[:, :22], cache=cache, **SETTINGS | {"max_new_tokens": NEW - 1})
+    assert torch.equal(again, expected)
 
 
 def test_autocast_and_key_widths():
