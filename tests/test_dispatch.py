@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import CpmAntConfig, CpmAntForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.generation.utils import GenerationMixin
 
 from dflash_hf.drafter import dispatch
 from drafters import make_drafter
-from targets import NUM_LAYERS, make_target, prompt_ids
+from targets import HIDDEN, NUM_LAYERS, VOCAB, make_target, prompt_ids
 
 NAMES = ("_validate_generation_mode", "_get_candidate_generator", "_assisted_decoding")
 OURS = "dflash_hf.drafter.modeling_dflash"
@@ -230,6 +230,15 @@ def test_targets_without_a_cache_are_refused(case):
     target = getattr(transformers, model_name)(config).eval()
     with pytest.raises(ValueError, match=r"cache.*without assistant_model"):
         target.generate(ids, do_sample=False, max_new_tokens=4, assistant_model=make_drafter())
+
+
+def test_targets_that_lengthen_the_prompt_are_refused():
+    """CPM-Ant puts learnt positions before it, which are in its cache and in no ids."""
+    sizes = {"hidden_size": HIDDEN, "num_attention_heads": 2, "dim_head": 16, "dim_ff": 64}
+    config = CpmAntConfig(vocab_size=VOCAB, num_hidden_layers=NUM_LAYERS, prompt_types=4, prompt_length=4, **sizes)
+    target = CpmAntForCausalLM(config).eval()
+    with pytest.raises(ValueError, match=r"own before a prompt \(13 for 9 tokens\).*without assistant_model"):
+        target.generate(prompt_ids(length=9), max_new_tokens=4, assistant_model=make_drafter(), pad_token_id=0)
 
 
 def test_features_narrower_than_the_hidden_size():

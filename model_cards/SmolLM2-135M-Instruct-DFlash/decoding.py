@@ -329,6 +329,12 @@ def decode(
             f"{type(target).__name__} fills no cache, which a DFlash drafter needs; call generate() without "
             "assistant_model."
         )
+    filled = int(outputs.cache.get_seq_length()) - num_seen
+    if filled > prompt_length > 0:  # 0: an embedded prompt
+        raise ValueError(
+            f"{type(target).__name__} puts positions of its own before a prompt ({filled} for {prompt_length} tokens) "
+            "that a DFlash drafter cannot follow; call generate() without assistant_model."
+        )
     written_in_place = any(isinstance(layer, StaticLayer) for layer in outputs.cache.layers)
     if not outputs.cache.is_croppable and (written_in_place or not target._is_stateful):
         raise ValueError(
