@@ -88,7 +88,8 @@ def markdown(reports: dict[int, Report], taus: list[float]) -> str:
     lines = ["| batch | method | " + " | ".join(f"tau {tau:g}" for tau in taus) + " |", "|---" * (len(taus) + 2) + "|"]
     for batch_size, report in reports.items():
         summary = report.summary()
-        for method in ("constant", "adaptive"):
+        methods = dict.fromkeys(name.rsplit(" tau=", 1)[0] for name in report.settings["methods"] if " tau=" in name)
+        for method in methods:
             rows = [summary.get(f"{method} tau={tau:g}") for tau in taus]
             cells = [f"{r['ratio']['value']:.2f}x ({r['tau']:.2f})" if r and r["ratio"] else "refused" for r in rows]
             lines.append(f"| {batch_size} | {method} | " + " | ".join(cells) + " |")
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("pair", choices=("smollm2", "qwen3-8b"))
     parser.add_argument("--taus", type=float, nargs="+", default=[2, 3, 4, 6, 8])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--block-lengths", type=int, nargs="+", help="drafts a cycle of constant; unset: all")
     parser.add_argument("--prompts", type=Path, help="JSONL with `turns` or `messages`; unset: random tokens")
     parser.add_argument("--limit", type=int, default=16, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -123,6 +125,7 @@ def main() -> None:
             batch_size=batch_size,
             max_new_tokens=args.max_new_tokens,
             repeats=args.repeats,
+            block_lengths=args.block_lengths,
             simulated_taus=args.taus,
             progress=True,
         )

@@ -335,14 +335,16 @@ def test_the_example_gives_a_row_for_each_batch_size_and_method(monkeypatch, cap
     out = tmp_path / "out.json"
     monkeypatch.setattr(simulated_acceptance, "load", lambda name: (make_target("llama"), make_drafter(), None))
     options = ["--taus", "1", "4", "--batch-sizes", "1", "2", "--limit", "2", "--max-new-tokens", "8"]
+    options += ["--block-lengths", "1", str(BLOCK - 1)]
     monkeypatch.setattr(sys, "argv", ["simulated_acceptance.py", "smollm2", *options, "--out", str(out)])
     simulated_acceptance.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[:2] for row in rows[1:]] == [
-        [f"| {size}", method] for size in (1, 2) for method in ("constant", "adaptive")
+        [f"| {size}", method] for size in (1, 2) for method in ("constant k=1", "constant k=3", "adaptive")
     ]
-    # 7 tokens after the first: seven cycles of one, or cycles of 4 and 3.
-    assert all("(1.00)" in row and "(3.50)" in row for row in rows[1:] if "constant" in row)
+    # 7 tokens after the first: seven cycles of one, or cycles of 4 and 3, or of 2, 2, 2 and 1.
+    assert all("(1.00)" in row and "(3.50)" in row for row in rows[1:] if "k=3" in row)
+    assert all("(1.00)" in row and "(1.75)" in row for row in rows[1:] if "k=1" in row)
     assert set(json.loads(out.read_text())) == {"1", "2"}
 
 
