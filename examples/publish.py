@@ -4,7 +4,7 @@
     python examples/publish.py my-drafter me/my-drafter --base_model Qwen/Qwen3-8B --license apache-2.0
 
 `--measurements bench.json` puts the figures of `dflash-hf bench --out bench.json` on the card; without it the card
-says that nothing was measured. A repository that holds something else is left as it is.
+says that there are no measurements. A repository that holds something else is left as it is.
 """
 
 from argparse import ArgumentParser

@@ -8,16 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from dflash_hf import DFlashDraftModel
 from dflash_hf.benchmark import Prompt, bench
-from dflash_hf.checkpoints import convert
+from dflash_hf.benchmark.report import weights_sha256
+from dflash_hf.checkpoints import convert, read
 from dflash_hf.cli import app
 from dflash_hf.hub import publish
-from dflash_hf.hub.card import Measurements
+from dflash_hf.hub.card import Measurements, checkpoint_sha256
 from dflash_hf.hub.publish import without_tokens
 from drafters import make_drafter
 from hub_server import TOKEN, HubServer
@@ -132,7 +135,7 @@ def test_what_is_published(hub, folder):
         "tags": ["dflash", "speculative-decoding", "draft-model"],
     }
     for text in (
-        "No measurements: nothing is known here about acceptance or speed.",
+        "No measurements: no report of `dflash-hf bench`",
         'AutoModel.from_pretrained("me/drafter", trust_remote_code=True',
         """--speculative-config '{"method": "dflash", "model": "me/drafter", "num_speculative_tokens": 3}'""",
         f"--model-path {BASE} --speculative-algorithm DFLASH --speculative-draft-model-path me/drafter",
@@ -217,7 +220,8 @@ def test_a_card_that_is_there_keeps_its_words(folder, report, tmp_path):
     (folder / "LICENSE").write_text("MIT")
     publish(folder, "me/drafter", out=tmp_path / "plain")
     card = ModelCard.load(tmp_path / "plain" / "README.md")
-    assert card.text.strip() == words.strip() and card.data.library_name == "dflash" and card.data.tags == ["mine"]
+    assert card.text.strip().startswith(words.strip()) and card.text.count("No measurements") == 1
+    assert card.data.library_name == "dflash" and card.data.tags == ["mine"]
     assert (tmp_path / "plain" / "LICENSE").read_text() == "MIT"
     publish(folder, "me/drafter", measurements=report, out=tmp_path / "once")
     once = ModelCard.load(tmp_path / "once" / "README.md")
@@ -258,8 +262,12 @@ def test_a_loaded_drafter_and_one_of_speculators(hub, tmp_path):
     publish(tmp_path / "s", "me/b", license="apache-2.0")  # the folder names its target
     a, b = hub.files("me/a"), hub.files("me/b")
     assert a["model.safetensors"] == b["model.safetensors"] and a["config.json"] == b["config.json"]
+    words = a["README.md"] + b"\nBy hand.\n"
+    hub.put("me/a", a | {"README.md": words, "LICENSE": a["LICENSE"] + b"\nAnd more.\n"})
     publish("me/a", "me/c", **SAID)  # from the Hub to the Hub
-    assert hub.files("me/c")["model.safetensors"] == a["model.safetensors"]
+    c = hub.files("me/c")
+    assert c["model.safetensors"] == a["model.safetensors"] and c["LICENSE"].endswith(b"And more.\n")
+    assert b"\nBy hand.\n" in c["README.md"]
 
 
 def test_publishing_again(hub, folder):
@@ -274,6 +282,41 @@ def test_publishing_again(hub, folder):
     assert files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
     branch = publish(folder, "me/drafter", **SAID, revision="next")
     assert hub.repos["me/drafter"].branches["next"] == branch.revision
+
+
+def test_a_card_edited_on_the_hub_stays(hub, folder, report):
+    def card():
+        return ModelCard(hub.files("me/drafter")["README.md"].decode())
+
+    publish(folder, "me/drafter", **SAID, measurements=report)
+    edited = hub.files("me/drafter")["README.md"] + b"\n## Limits\n\nEnglish only.\n"
+    hub.put("me/drafter", hub.files("me/drafter") | {"README.md": edited})
+    before = hub.files("me/drafter")
+    publish(folder, "me/drafter", **SAID)  # without figures: those that are there are of these weights
+    assert hub.files("me/drafter") == before
+    assert "| constant |" in card().text and len(card().data.eval_results) == 6
+
+    make_drafter(seed=1).save_pretrained(folder)
+    publish(folder, "me/drafter", **SAID)
+    assert "English only." in card().text and "| constant |" in card().text
+    assert "of other weights than those" in card().text and card().data.eval_results is None
+    publish(folder, "me/drafter", **SAID)
+    assert card().text.count("of other weights than those") == 1
+
+    make_drafter().save_pretrained(folder)
+    extra = {"plots/old.png": b"old", "plots/theirs.png": b"theirs"}
+    text = hub.files("me/drafter")["README.md"] + b"![](plots/theirs.png)\n"
+    hub.put("me/drafter", hub.files("me/drafter") | extra | {"README.md": text})
+    publish(folder, "me/drafter", **SAID, measurements=report)
+    assert "English only." in card().text and "of other weights than those" not in card().text
+    assert len(card().data.eval_results) == 6 and card().text.count("| constant |") == 1
+    assert {"plots/old.png", "plots/theirs.png"} & set(hub.files("me/drafter")) == {"plots/theirs.png"}
+
+    publish(folder, "me/drafter", **SAID, force=True)
+    assert "English only." not in card().text and "No measurements" in card().text
+    (folder / "README.md").write_text("# Mine")  # the folder's own card is the card
+    publish(folder, "me/drafter", **SAID, measurements=report)
+    assert card().text.lstrip().startswith("# Mine") and "| constant |" in card().text
 
 
 def other_drafter(**changes) -> dict[str, bytes]:
@@ -384,11 +427,14 @@ BAD = {
     "a report without its parts": ([], {"measurements": "part.json"}, "part.json is not a report"),
     "a card with a number of tags": ([], {}, "README.md: the metadata between the --- lines cannot be read"),
     "a card with two licenses": ([], {"license": None}, r"README.md: expected one name as license .*'mit'\]"),
+    "license unlike its text": ([], {"license": "mit"}, "LICENSE .*is apache-2.0, got license 'mit'"),
+    "license unlike the card's": ([], {}, "README.md says license: cc-by-4.0, got 'apache-2.0'"),
     "data of this machine": ([], {"datasets": ["/home/someone/data.jsonl"]}, "Hub names of the data, got '/home/some"),
 }
 CARDS = {
     "broken card": "---\nlicense: [\n---\n",
     "a card with a number of tags": "---\ntags: 5\n---\n",
+    "license unlike the card's": "---\nlicense: cc-by-4.0\n---\n",
     "a card with two licenses": "---\nlicense:\n- apache-2.0\n- mit\n---\n",
 }
 
@@ -401,6 +447,8 @@ def test_bad_input_reaches_no_hub(case, hub, folder, monkeypatch):
         (folder / "README.md").write_text(CARDS[case])
     parts = {"schema": 1, "summary": {"constant": {}}, "environment": {"cpu": "x"}}
     (folder / "part.json").write_text(json.dumps(parts))
+    if case == "license unlike its text":
+        (folder / "LICENSE").write_text("\n   Apache License\n   Version 2.0, January 2004\n")
     if case == "a card of another encoding":
         (folder / "README.md").write_bytes("# Café".encode("latin-1"))
     settings = {"drafter": folder, "repo_id": (names or ["me/drafter"])[0], **SAID} | changes
@@ -409,15 +457,44 @@ def test_bad_input_reaches_no_hub(case, hub, folder, monkeypatch):
     assert not hub.requests
 
 
-def test_measurements_of_another_drafter(folder, report, tmp_path):
-    make_drafter(num_hidden_layers=1).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="measurements are of another drafter"):
-        publish(tmp_path / "other", "me/drafter", **SAID, measurements=report, out=tmp_path / "out")
+OTHERS = {
+    "of another size": ({}, {"num_hidden_layers": 1}, "measurements are of another drafter"),
+    "of other weights": ({}, {"seed": 1}, "measurements are of another drafter"),
+    "of weights unknown": ({"drafter": {"weights_sha256": None}}, {}, "which names the drafter's weights; measure again"),
+    "with another target": ({"target": {"name": "someone/another"}}, {}, "target someone/another, the card's is"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_measurements_of_something_else(case, report, tmp_path):
+    changes, settings, message = OTHERS[case]
+    whole = numbers_of(report)
+    for part, values in changes.items():
+        whole[part] |= values
+    (tmp_path / "report.json").write_text(json.dumps(whole))
+    make_drafter(**settings).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=message):
+        publish(tmp_path / "other", "me/x", **SAID, measurements=tmp_path / "report.json", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
+def test_weights_have_one_name(tmp_path):
+    """As loaded in any dtype, and as stored in any number of files, of either layout."""
+    own = {"own_tensors": {"lm_head.weight": [20, 32], "d2t": [20]}}
+    for name, settings in {"small": {}, "own": own}.items():
+        drafter = make_drafter(**settings)
+        drafter.save_pretrained(tmp_path / name, max_shard_size="10KB")
+        assert len(list((tmp_path / name).glob("*.safetensors"))) > 1
+        for dtype in (torch.float32, torch.bfloat16):
+            weights = DFlashDraftModel.from_pretrained(tmp_path / name, dtype=dtype).state_dict()
+            found = weights_sha256(weights, weights.__getitem__, dtype)
+            assert found == checkpoint_sha256(read(tmp_path / name), str(dtype).removeprefix("torch."))
+    torch.nn.init.ones_(drafter.fc.weight)
+    weights = drafter.state_dict()
+    assert weights_sha256(weights, weights.__getitem__, torch.bfloat16) != found
+
+
 def test_notes_on_engines(tmp_path):
-    from dflash_hf.checkpoints import read
     from dflash_hf.hub.card import engine_notes
 
     table = {

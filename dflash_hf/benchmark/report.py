@@ -1,10 +1,11 @@
 """What a measurement gives: the runs, their summary, JSON, and a table."""
 
+import hashlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -177,6 +178,29 @@ def model_facts(model) -> dict:
         "device": str(model.device),
         "attention": model.config._attn_implementation,
     }
+
+
+@torch.no_grad()
+def weights_sha256(names: Iterable[str], tensor: Callable[[str], torch.Tensor], dtype: torch.dtype) -> str:
+    """SHA-256 over name, dtype, shape and content of a model's tensors, one at a time and in the order of their names.
+
+    Args:
+        names: of the tensors.
+        tensor: gives the one of a name.
+        dtype: what floats are taken in, so that a checkpoint has the sum of the model that was loaded from it in
+            that dtype.
+
+    Example:
+        >>> weights_sha256(["x"], lambda name: torch.ones(2), torch.float32)[:12]
+        '202183560874'
+    """
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        value = tensor(name)
+        value = value.to("cpu", dtype if value.is_floating_point() else None).contiguous()
+        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def environment(device: torch.device) -> dict:

@@ -14,7 +14,7 @@ from .efficiency import cycle_efficiency
 from .methods import Method, Sampling, make_methods
 from .probe import PeakMemory, Probe, peak_memory
 from .prompts import Batch, Prompt, fill_contexts, make_batches
-from .report import Report, environment, model_facts
+from .report import Report, environment, model_facts, weights_sha256
 
 WARM_UP_TOKENS = 8
 CYCLE_TOKENS = 32  # of a call that measures cycles between bare passes
@@ -107,6 +107,7 @@ def bench(
             f"The longest prompt's {longest} tokens and {max_new_tokens} new ones are more than the target's "
             f"{positions} positions; leave long prompts out or ask for fewer tokens."
         )
+    weights = drafter.state_dict()
     report = Report(
         settings={
             "methods": [method.name for method in running],
@@ -122,7 +123,7 @@ def bench(
         environment=environment(target.device),
         prompts={**(source or {}), "count": len(prompts), "batches": len(batches)},
         target=model_facts(target),
-        drafter=model_facts(drafter),
+        drafter=model_facts(drafter) | {"weights_sha256": weights_sha256(weights, weights.__getitem__, drafter.dtype)},
     )
     bar = tqdm(total=len(batches) * repeats, unit="batch") if progress else None
     verbosity = logging.get_verbosity()

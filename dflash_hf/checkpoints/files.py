@@ -19,7 +19,7 @@ from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import _OWN_TENSORS, DFlashDraftModel
 from . import speculators
 
-_NEEDED = ["*.json", "*.safetensors", "mask_embedding.pt", "LICENSE*", "NOTICE*"]
+_NEEDED = ["*.json", "*.safetensors", "mask_embedding.pt", "LICENSE*", "NOTICE*", "README.md", "plots/*.png"]
 
 
 @dataclass

@@ -7,13 +7,19 @@ import shlex
 from dataclasses import fields
 from pathlib import Path, PurePath
 
+import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from ..benchmark.report import Report, weights_sha256
 from ..checkpoints import Checkpoint
 
 BEGIN, END = "<!-- measured with dflash-hf bench -->", "<!-- end of what was measured -->"
+SECTION = re.compile(rf"{re.escape(BEGIN)}\s*(.*?){re.escape(END)}", flags=re.DOTALL)
+NOTHING = "No measurements: no report of `dflash-hf bench`, which finds acceptance and speed, came with this card.\n"
+OTHERS = "These figures are of other weights than those that are here, which were not measured.\n\n"
+OURS = ("tau", "speedup")  # the evaluation results that come from a report
 TAGS = ("dflash", "speculative-decoding", "draft-model")
 # Versions whose source the notes on serving engines were read from; nothing was run there.
 VLLM, SGLANG = "0.33", "0.5.23"
@@ -31,7 +37,10 @@ class Measurements:
     """
 
     def __init__(self, path: str | os.PathLike):
-        odd = ValueError(f"{path} is not a report of this version's `dflash-hf bench --out`; measure again.")
+        odd = ValueError(
+            f"{path} is not a report of this version's `dflash-hf bench --out`, which names the drafter's weights; "
+            "measure again."
+        )
         try:
             self.report = json.loads(Path(path).read_text(encoding="utf-8"))
             known = self.report["schema"] == 1 and self.report["summary"] and self.report["environment"]
@@ -52,7 +61,8 @@ class Measurements:
         self.default = "adaptive" if "adaptive" in self.methods else self.method
         try:
             self.target, self.drafter = (self.report[role]["name"] for role in ("target", "drafter"))
-            self.parameters = self.report["drafter"]["parameters"]
+            self.dtype = self.report["drafter"]["dtype"]
+            self.weights = self.report["drafter"]["weights_sha256"]
             self.eval_results()  # whatever the card will ask of it
             self.markdown([])
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -67,7 +77,6 @@ class Measurements:
         """PNG plots; none where matplotlib is not installed."""
         try:
             from ..benchmark.plots import draw
-            from ..benchmark.report import Report
 
             names = [field.name for field in fields(Report)]
             report = Report(**{name: self.report[name] for name in names if name in self.report})
@@ -116,9 +125,9 @@ class Measurements:
             prompts += f" (SHA-256 {sha256[:12]}...)"
         lines = [
             f"On {machine}, torch {versions['torch']}, transformers {versions['transformers']}, target in "
-            f"{report['target']['dtype']}, drafter in {report['drafter']['dtype']}: {prompts}, {how}, at most "
-            f"{settings['max_new_tokens']} new tokens, {_count(settings['repeats'], 'round')}, batches of "
-            f"{settings['batch_size']}.",
+            f"{report['target']['dtype']}, drafter in {self.dtype} (weights SHA-256 {self.weights[:12]}...): "
+            f"{prompts}, {how}, at most {settings['max_new_tokens']} new tokens, "
+            f"{_count(settings['repeats'], 'round')}, batches of {settings['batch_size']}.",
             "",
         ]
         if report.get("interrupted"):
@@ -174,11 +183,13 @@ def write_card(
     measurements: Measurements | None = None,
     plots: list[str] | None = None,
     written: str | None = None,
+    published: str | None = None,
 ) -> ModelCard:
     """Write the card of a drafter, or fill in one that is there.
 
     A card that is there keeps its text and its metadata; what was measured replaces what is between the two comments
-    `BEGIN` and `END`, or comes at its end.
+    `BEGIN` and `END`, or comes at its end. Without new measurements the earlier figures stay; if they are of other
+    weights, the card says so, and its metadata no longer has them.
 
     Args:
         checkpoint: the drafter, in z-lab's layout.
@@ -186,30 +197,32 @@ def write_card(
         base_model: Hub name of the target.
         plots: paths of the plots in the repository.
         written: the text of a README.md that is there.
+        published: of the one on the Hub; its figures stay where `written` has none.
 
     Example:
         >>> write_card(read("drafter"), "me/drafter", base_model="Qwen/Qwen3-8B", license="mit")    # doctest: +SKIP
     """
-    section = (
-        "No measurements: nothing is known here about acceptance or speed. `dflash-hf bench` measures both.\n"
-        if measurements is None
-        else measurements.markdown(plots or []) + "\n"
-    )
+    section, results = NOTHING, None
+    if measurements is not None:
+        section, results = measurements.markdown(plots or []) + "\n", measurements.eval_results()
+    elif (figures := _figures(written) or _figures(published)) is not None:
+        section, results = figures
+        named = re.search(r"drafter in (b?float\d+) \(weights SHA-256 (\w+)", section)
+        if named and not checkpoint_sha256(checkpoint, named[1]).startswith(named[2]):
+            section, results = OTHERS + section, []
     section = f"{BEGIN}\n{section}{END}"
     if written is None:
         card = ModelCard(f"---\n{{}}\n---\n\n{_text(checkpoint, repo_id, base_model, section)}")
         tags, card.data.tags = list(TAGS), None
     else:
         card, tags = ModelCard(written), []
-        if measurements is not None:
-            parts = re.split(f"{re.escape(BEGIN)}.*?{re.escape(END)}", card.text, maxsplit=1, flags=re.DOTALL)
-            if len(parts) == 1:
-                heading = re.compile(r"^## Measured *\n+", flags=re.MULTILINE)
-                if heading.search(card.text) is None:
-                    card.text = f"{card.text.rstrip()}\n\n## Measured\n\n"
-                at = heading.search(card.text).end()
-                parts = [card.text[:at], "\n\n" + card.text[at:]]
-            card.text = section.join(parts)
+        if SECTION.search(card.text) is None:
+            heading = re.compile(r"^## Measured *\n+", flags=re.MULTILINE)
+            if heading.search(card.text) is None:
+                card.text = f"{card.text.rstrip()}\n\n## Measured\n\n"
+            at = heading.search(card.text).end()
+            card.text = f"{card.text[:at]}{BEGIN}{END}\n\n{card.text[at:]}"
+        card.text = SECTION.sub(lambda _: section, card.text, count=1)
     have = card.data.to_dict()
     new = {
         "license": license,
@@ -224,14 +237,28 @@ def write_card(
     # What the caller says wins over the card that is there; what is only a default does not.
     defaults = {"base_model_relation", "library_name", "pipeline_tag"}
     have |= {key: value for key, value in new.items() if value and not (key in defaults and have.get(key))}
-    if measurements is not None:
+    if results is not None:
         have.pop("model-index", None)
         # Results by somebody else, of other metrics, are theirs.
-        others = [r for r in card.data.eval_results or [] if r.metric_type not in ("tau", "speedup")]
+        others = [r for r in card.data.eval_results or [] if r.metric_type not in OURS]
         name = card.data.model_name if others else repo_id.split("/")[-1]
-        have |= {"model_name": name, "eval_results": [*others, *measurements.eval_results()]}
+        have |= {"model_name": name, "eval_results": [*others, *results]} if others or results else {}
     card.data = ModelCardData(**have)
     return card
+
+
+def _figures(card: str | None) -> tuple[str, list[EvalResult]] | None:
+    """What an earlier report put on a card: the section and the evaluation results."""
+    section = SECTION.search(card or "")
+    if section is None or section[1] in ("", NOTHING):
+        return None
+    results = ModelCard(card).data.eval_results or []
+    return section[1].removeprefix(OTHERS), [result for result in results if result.metric_type in OURS]
+
+
+def checkpoint_sha256(checkpoint: Checkpoint, dtype: str) -> str:
+    """As a report names the weights of the drafter when it ran in this dtype."""
+    return weights_sha256(checkpoint.files, checkpoint.tensor, getattr(torch, dtype))
 
 
 def is_hub_name(name) -> bool:

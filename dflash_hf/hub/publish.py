@@ -14,12 +14,15 @@ from pathlib import Path, PurePath
 
 import yaml
 from huggingface_hub import HfApi, ModelCard, get_token
+from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
 from ..checkpoints import Checkpoint, convert, meaning, read
 from ..checkpoints.convert import new_folder
 from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import DFlashDraftModel
-from .card import Measurements, hub_name, is_hub_name, write_card
+from .card import TAGS, Measurements, checkpoint_sha256, hub_name, is_hub_name, write_card
+
+LICENSES = {"apache-2.0": "Apache License", "mit": "MIT License"}  # how their texts begin
 
 
 @dataclass
@@ -50,8 +53,9 @@ def publish(
 ) -> Published:
     """Publish a drafter: weights, config, code for `trust_remote_code`, generation config, LICENSE and card.
 
-    The folder itself is left as it is. Its README.md, if it has one, is the card, with the figures filled in; else a
-    card is written. Of its other files only LICENSE, NOTICE and what `include` names are published. An upload that
+    The folder itself is left as it is. Its README.md, if it has one, is the card, with the figures filled in; else the
+    card that is on the Hub; else one is written. Without new measurements the figures on the Hub stay. Of its other
+    files only LICENSE, NOTICE and what `include` names are published. An upload that
     broke off goes on where it was when the same call is made again.
 
     Args:
@@ -65,13 +69,15 @@ def publish(
         include: patterns of other files of the drafter's folder, such as "recipe/*".
         private: for a repository that is made.
         revision: branch to upload to; made if it does not exist. Unset: main.
-        force: replace the files of a repository that holds something else. Its history keeps them.
+        force: replace the files of a repository that holds something else, or the card of this drafter. Its history
+            keeps them.
         token: of the Hub; unset: that of `hf auth login` or HF_TOKEN.
         out: write the files to this new folder and upload nothing.
 
     Raises:
         ValueError: the drafter is damaged, the card lacks something that only the caller knows, the measurements are
-            of another drafter, or the repository holds something else.
+            of another drafter or target, the license is not that of the folder, or the repository holds something
+            else.
         OSError: the Hub cannot be reached or refuses; no token is ever part of the message.
 
     Example:
@@ -79,11 +85,21 @@ def publish(
     """
     if not is_hub_name(repo_id):
         raise ValueError(f"Expected a repository like owner/name, got {repo_id!r}.")
-    with new_folder(out) if out is not None else _temporary() as stage:
+    if out is not None:
+        with new_folder(out) as stage:
+            files = _write(stage, drafter, repo_id, measurements, base_model, license, datasets, language, include)
+        return Published(repo_id, None, str(out), files)
+    with _temporary() as stage:
+        # What is bad about the drafter is found before the Hub is asked.
         files = _write(stage, drafter, repo_id, measurements, base_model, license, datasets, language, include)
-        if out is not None:
-            return Published(repo_id, None, str(out), files)
         try:
+            published = None if force else _published_card(repo_id, revision, token)
+            if published is not None:
+                shutil.rmtree(stage)
+                stage.mkdir()
+                files = _write(
+                    stage, drafter, repo_id, measurements, base_model, license, datasets, language, include, published
+                )
             return _upload(stage, repo_id, files, private=private, revision=revision, force=force, token=token)
         except Exception as error:
             if (clean := without_tokens(error, token)) is None:
@@ -97,15 +113,27 @@ def _temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _write(stage, drafter, repo_id, measurements, base_model, license, datasets, language, include) -> list[str]:
-    """Fill `stage` with all files of the repository; return their names."""
+def _published_card(repo_id: str, revision: str | None, token: str | None) -> str | None:
+    """The card of a drafter that is on the Hub."""
+    try:
+        path = HfApi(token=token).hf_hub_download(repo_id, "README.md", revision=revision)
+    except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
+        return None
+    written = _text(Path(path))
+    return written if TAGS[0] in (_metadata(Path(path), written).get("tags") or ()) else None
+
+
+def _write(
+    stage, drafter, repo_id, measurements, base_model, license, datasets, language, include, published=None
+) -> list[str]:
+    """Fill `stage` with all files of the repository; return their names. `published`: the card on the Hub."""
     measured = None if measurements is None else Measurements(measurements)
     with _temporary() if isinstance(drafter, DFlashDraftModel) else nullcontext(drafter) as source:
         if isinstance(drafter, DFlashDraftModel):
             drafter.save_pretrained(source)
         checkpoint = read(source)
         readme = checkpoint.folder / "README.md"
-        written = _text(readme) if readme.is_file() else None
+        written = _text(readme) if readme.is_file() else published
         said = _metadata(readme, written)
         for name, given in (("base_model", base_model), ("license", license)):
             if given is None and not isinstance(said.get(name) or "", str):
@@ -118,6 +146,8 @@ def _write(stage, drafter, repo_id, measurements, base_model, license, datasets,
         candidates = [base_model, said.get("base_model"), checkpoint.target]
         candidates.append(measured.target if measured else None)
         base_model = next(filter(hub_name, candidates), None)
+        if license and said.get("license") and license != said["license"] and readme.is_file():
+            raise ValueError(f"{readme} says license: {said['license']}, got {license!r}: change one of them.")
         license = license or said.get("license")
         for name, value, example in (
             ("base_model", base_model, "Qwen/Qwen3-8B"),
@@ -136,7 +166,7 @@ def _write(stage, drafter, repo_id, measurements, base_model, license, datasets,
     checkpoint = read(stage)
     plots = []
     if measured is not None:
-        _check_fits(measured, checkpoint)
+        _check_fits(measured, checkpoint, base_model)
         plots = [f"plots/{path.name}" for path in measured.draw(stage / "plots")]
     card = write_card(
         checkpoint,
@@ -148,6 +178,7 @@ def _write(stage, drafter, repo_id, measurements, base_model, license, datasets,
         measurements=measured,
         plots=plots,
         written=written,
+        published=published,
     )
     card.save(stage / "README.md")
     return sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
@@ -188,7 +219,11 @@ def _include(folder: Path, stage: Path, patterns: Iterable[str], needed: bool = 
 
 
 def _add_license(stage: Path, license: str) -> None:
-    if any(stage.glob("LICENSE*")):
+    for path in stage.glob("LICENSE*"):
+        begins = path.read_text(encoding="utf-8", errors="replace").lstrip()
+        found = next((name for name, title in LICENSES.items() if begins.startswith(title)), license)
+        if found != license and license in LICENSES:
+            raise ValueError(f"{path.name} of the drafter's folder is {found}, got license {license!r}: change one.")
         return
     text = distribution("dflash-hf").read_text("licenses/LICENSE") if license == "apache-2.0" else None
     if text is None:
@@ -196,11 +231,17 @@ def _add_license(stage: Path, license: str) -> None:
     (stage / "LICENSE").write_text(text, encoding="utf-8")
 
 
-def _check_fits(measured: Measurements, checkpoint: Checkpoint) -> None:
-    if measured.parameters != checkpoint.num_parameters:
+def _check_fits(measured: Measurements, checkpoint: Checkpoint, base_model: str) -> None:
+    found = checkpoint_sha256(checkpoint, measured.dtype)
+    if measured.weights != found:
         raise ValueError(
-            f"The measurements are of another drafter ({measured.drafter}, {measured.parameters} parameters); "
-            f"this one has {checkpoint.num_parameters}. Measure this one."
+            f"The measurements are of another drafter ({measured.drafter}, weights {measured.weights[:12]}...); this "
+            f"one has weights {found[:12]}.... Run `dflash-hf bench` with this one."
+        )
+    if is_hub_name(measured.target) and measured.target != base_model:
+        raise ValueError(
+            f"The measurements are with the target {measured.target}, the card's is {base_model}: run `dflash-hf "
+            "bench` with that one, or change base_model."
         )
 
 
@@ -219,9 +260,11 @@ def _upload(stage, repo_id, files, *, private, revision, force, token) -> Publis
             f"{repo_id} holds something else: {something_else}. Nothing was uploaded. Choose another name, or replace "
             "its files with force=True (--force); its history keeps them."
         )
-    # Old weights beside new ones would be loaded in their place.
+    # Old weights beside new ones would be loaded in their place; plots that the card does not show are of old figures.
     weights = re.compile(r"[^/]*\.(safetensors|bin)(\.index\.json)?|mask_embedding\.pt")
-    stale = [name for name in there - set(files) if something_else or weights.fullmatch(name)]
+    card = (stage / "README.md").read_text(encoding="utf-8")
+    plots = {name for name in there if PurePath(name).match("plots/*.png") and name not in card}
+    stale = [name for name in there - set(files) if something_else or weights.fullmatch(name) or name in plots]
     commit = api.upload_folder(
         repo_id=repo_id,
         folder_path=stage,
