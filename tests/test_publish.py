@@ -461,7 +461,7 @@ OTHERS = {
     "of another size": ({}, {"num_hidden_layers": 1}, "measurements are of another drafter"),
     "of other weights": ({}, {"seed": 1}, "measurements are of another drafter"),
     "of weights unknown": ({"drafter": {"weights_sha256": None}}, {}, "which names the drafter's weights; measure again"),
-    "with another target": ({"target": {"name": "someone/another"}}, {}, "target someone/another, the card's is"),
+    "with another target": ({"target": {"name": "a/b"}}, {}, f"target a/b, the card's is {BASE}"),
 }
 
 
