@@ -460,7 +460,7 @@ def test_bad_input_reaches_no_hub(case, hub, folder, monkeypatch):
 OTHERS = {
     "of another size": ({}, {"num_hidden_layers": 1}, "measurements are of another drafter"),
     "of other weights": ({}, {"seed": 1}, "measurements are of another drafter"),
-    "of weights unknown": ({"drafter": {"weights_sha256": None}}, {}, "which names the drafter's weights; measure again"),
+    "of weights unknown": ({"drafter": {"weights_sha256": None}}, {}, "which names the drafter's weights"),
     "with another target": ({"target": {"name": "a/b"}}, {}, f"target a/b, the card's is {BASE}"),
 }
 
