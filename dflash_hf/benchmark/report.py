@@ -199,7 +199,7 @@ def weights_sha256(names: Iterable[str], tensor: Callable[[str], torch.Tensor], 
         value = tensor(name)
         value = value.to("cpu", dtype if value.is_floating_point() else None).contiguous()
         digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy())
+        digest.update(value.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

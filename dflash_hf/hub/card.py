@@ -220,7 +220,8 @@ def write_card(
             heading = re.compile(r"^## Measured *\n+", flags=re.MULTILINE)
             if heading.search(card.text) is None:
                 card.text = f"{card.text.rstrip()}\n\n## Measured\n\n"
-            at = heading.search(card.text).end()
+            found = heading.search(card.text)
+            at = found.end() if found else len(card.text)
             card.text = f"{card.text[:at]}{BEGIN}{END}\n\n{card.text[at:]}"
         card.text = SECTION.sub(lambda _: section, card.text, count=1)
     have = card.data.to_dict()
