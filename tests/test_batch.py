@@ -347,6 +347,15 @@ def test_a_drafter_with_dynamic_rope_stays_as_it_is():
     assert torch.equal(drafter.rotary_emb.inv_freq, before)
 
 
+@pytest.mark.parametrize("family", ["phi3", "mistral", "gemma3"])
+def test_plain_steps_while_the_window_fills(family):
+    """A prompt shorter than the window and passes over one token: what a ring does not hold yet is not seen."""
+    target, ids = make_target(family), prompt_ids(length=WINDOW - 3)
+    drafter = make_drafter()
+    drafter.generation_config.num_assistant_tokens_schedule = "adaptive"
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **SETTINGS), target.generate(ids, **SETTINGS))
+
+
 def test_caches_that_are_offloaded_have_no_slots():
     target = make_target("llama")
     cache = DynamicCache(config=target.config)
