@@ -386,7 +386,7 @@ def convert(
 
 @app.command()
 def push(
-    drafter: Annotated[str, typer.Argument(help="Drafter's folder, in z-lab's or speculators' layout.")],
+    drafter: Annotated[str, typer.Argument(help="Drafter's folder or Hub name, in z-lab's or speculators' layout.")],
     repo_id: Annotated[str, typer.Argument(help="Repository on the Hub, owner/name; made if it is not there.")],
     measurements: Annotated[Path | None, typer.Option(help="JSON of `dflash-hf bench --out`, for the card.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub name of the target; unset: by the drafter.")] = None,
@@ -396,10 +396,13 @@ def push(
     include: Annotated[list[str] | None, typer.Option(help="Pattern of other files; may be repeated.")] = None,
     private: Annotated[bool | None, typer.Option(help="For a repository that is made.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch to upload to; unset: main.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the files of a repo with something else.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace something else, or a changed README.md.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the files to this folder and upload nothing.")] = None,
 ) -> None:
     """Publish DRAFTER with a model card. Log in with `hf auth login` first; call it again after an interruption.
+
+    The card is the folder's README.md, else the one on the Hub, else a new one. One that was changed on the Hub stays,
+    and so do its figures without --measurements.
 
     Example: dflash-hf push my-drafter me/my-drafter --measurements bench.json --license apache-2.0
     """

@@ -179,6 +179,12 @@ class _Handler(BaseHTTPRequestHandler):
             siblings = [{"rfilename": path} for path in sorted(files)]
             self.answer(200, {"id": repo_id, "modelId": repo_id, "sha": sha, "siblings": siblings, "tags": []})
 
+    def list_commits(self, body: bytes, repo_id: str, branch: str) -> None:
+        if (repo := self.repo(repo_id)) is not None:  # of all branches
+            found = zip(repo.commits, repo.messages, strict=True)
+            common = {"authors": [], "date": "2026-01-01T00:00:00.000Z", "message": ""}
+            self.answer(200, [{"id": sha, "title": title} | common for sha, title in found][::-1])
+
     def list_tree(self, body: bytes, repo_id: str, revision: str, folder: str | None) -> None:
         sha, files = self.tree(repo_id, revision)
         if sha is None:
@@ -283,6 +289,7 @@ class _Handler(BaseHTTPRequestHandler):
         ("POST", "/api/repos/create", create),
         ("POST", "/api/validate-yaml", validate_yaml),
         ("GET", f"/api/models/{NAME}(?:/revision/(.+))?", info),
+        ("GET", f"/api/models/{NAME}/commits/(.+)", list_commits),
         ("GET", f"/api/models/{NAME}/tree/([^/]+)(?:/(.+))?", list_tree),
         ("POST", f"/api/models/{NAME}/branch/(.+)", branch),
         ("POST", f"/api/models/{NAME}/preupload/(.+)", preupload),

@@ -4,8 +4,12 @@ import ast
 import copy
 import importlib
 import inspect
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 import warnings
 from pathlib import Path
@@ -14,10 +18,12 @@ import pytest
 import torch
 import typer
 from transformers import HfArgumentParser
+from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import app
 from drafters import make_drafter
+from hub_server import TOKEN, HubServer
 from targets import make_target, prompt_ids
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -196,6 +202,61 @@ def test_commands_parse(page, tmp_path, monkeypatch):
                 check_command(words)
                 count += 1
     assert count
+
+
+# What makes a command of the page small; nothing else is added to them.
+SMALL = {
+    "answer": "--max-new-tokens 12 --device cpu",
+    "train": "--max_steps 2 --num_anchors 2 --num-layers 1 --block-size 4 --use_cpu --report_to none",
+    "check": "--max-new-tokens 4 --limit 2 --device cpu",
+    "bench": "--max-new-tokens 4 --limit 2 --device cpu",
+    "push": "",
+}
+LOAD = """
+import sys; sys.modules["dflash_hf"] = None
+import json, torch
+from transformers import AutoModel, AutoModelForCausalLM
+target = AutoModelForCausalLM.from_pretrained("TARGET")
+drafter = AutoModel.from_pretrained("me/my-drafter", trust_remote_code=True)
+ids = torch.tensor([json.loads(sys.argv[1])])
+ids = target.generate(ids, do_sample=False, max_new_tokens=16, assistant_model=drafter)
+print(json.dumps([ids[0].tolist(), drafter.last_run.drafted_cycles, type(drafter).__module__]))
+"""
+
+
+def test_the_way_to_a_drafter_for_ones_own_model_leads_there(byte_tokenizer, tmp_path, monkeypatch):
+    """The commands of README.md one after the other, then the published drafter by its name, without dflash_hf."""
+    monkeypatch.chdir(tmp_path)
+    target, tokenizer, ids = make_target("llama"), copy.deepcopy(byte_tokenizer), prompt_ids(length=9)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.add_tokens(["3"], special_tokens=True)  # free for the mask token
+    target.save_pretrained("TARGET")
+    tokenizer.save_pretrained("TARGET")
+    lines = [json.dumps({"turns": [chr(60 + i) * (5 + i)]}) + "\n" for i in range(8)]
+    Path("prompts.jsonl").write_text("".join(lines[:6]))
+    Path("other-prompts.jsonl").write_text("".join(lines[6:]))
+    (text,) = [text for _, text in blocks("README.md", "bash") if "dflash-hf answer" in text]
+    done = []
+    with HubServer(TOKEN) as hub:
+        hub.serve(monkeypatch, tmp_path / "cache")
+        for program, *words in filter(None, (shlex.split(line, comments=True) for line in text.splitlines())):
+            if program == "dflash-hf":
+                words = ["someone/TARGET" if word == "TARGET-ON-THE-HUB" else word for word in words]
+                result = CliRunner().invoke(app, [*words, *SMALL[words[0]].split()])
+                # Two steps make a poor drafter, of which `check` may say anything but that it does not fit or not
+                # give the target's text (3, 4).
+                assert result.exit_code in ((0, 5, 6, 7) if words[0] == "check" else (0,)), result.output
+                done.append(words[0])
+        assert done == list(SMALL)
+        env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-c", LOAD, str(ids[0].tolist())]
+        loaded = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert loaded.returncode == 0, loaded.stderr
+    got, cycles, module = json.loads(loaded.stdout.splitlines()[-1])
+    assert got == target.generate(ids, do_sample=False, max_new_tokens=16)[0].tolist()
+    assert cycles > 0 and module.startswith("transformers_modules.me.my_hyphen_drafter")
+    card = hub.files("me/my-drafter")["README.md"].decode()
+    assert "base_model: someone/TARGET" in card and "2 prompts of other-prompts.jsonl" in card
 
 
 def test_a_wrong_option_is_seen():

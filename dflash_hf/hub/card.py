@@ -61,7 +61,7 @@ class Measurements:
         self.default = "adaptive" if "adaptive" in self.methods else self.method
         try:
             self.target, self.drafter = (self.report[role]["name"] for role in ("target", "drafter"))
-            self.dtype = self.report["drafter"]["dtype"]
+            self.dtype = getattr(torch, self.report["drafter"]["dtype"])
             self.weights = self.report["drafter"]["weights_sha256"]
             self.eval_results()  # whatever the card will ask of it
             self.markdown([])
@@ -125,8 +125,8 @@ class Measurements:
             prompts += f" (SHA-256 {sha256[:12]}...)"
         lines = [
             f"On {machine}, torch {versions['torch']}, transformers {versions['transformers']}, target in "
-            f"{report['target']['dtype']}, drafter in {self.dtype} (weights SHA-256 {self.weights[:12]}...): "
-            f"{prompts}, {how}, at most {settings['max_new_tokens']} new tokens, "
+            f"{report['target']['dtype']}, drafter in {report['drafter']['dtype']} (weights SHA-256 "
+            f"{self.weights[:12]}...): {prompts}, {how}, at most {settings['max_new_tokens']} new tokens, "
             f"{_count(settings['repeats'], 'round')}, batches of {settings['batch_size']}.",
             "",
         ]
@@ -208,7 +208,7 @@ def write_card(
     elif (figures := _figures(written) or _figures(published)) is not None:
         section, results = figures
         named = re.search(r"drafter in (b?float\d+) \(weights SHA-256 (\w+)", section)
-        if named and not checkpoint_sha256(checkpoint, named[1]).startswith(named[2]):
+        if named and not checkpoint_sha256(checkpoint, getattr(torch, named[1])).startswith(named[2]):
             section, results = OTHERS + section, []
     section = f"{BEGIN}\n{section}{END}"
     if written is None:
@@ -220,8 +220,7 @@ def write_card(
             heading = re.compile(r"^## Measured *\n+", flags=re.MULTILINE)
             if heading.search(card.text) is None:
                 card.text = f"{card.text.rstrip()}\n\n## Measured\n\n"
-            found = heading.search(card.text)
-            at = found.end() if found else len(card.text)
+            at = next(heading.finditer(card.text)).end()
             card.text = f"{card.text[:at]}{BEGIN}{END}\n\n{card.text[at:]}"
         card.text = SECTION.sub(lambda _: section, card.text, count=1)
     have = card.data.to_dict()
@@ -257,9 +256,9 @@ def _figures(card: str | None) -> tuple[str, list[EvalResult]] | None:
     return section[1].removeprefix(OTHERS), [result for result in results if result.metric_type in OURS]
 
 
-def checkpoint_sha256(checkpoint: Checkpoint, dtype: str) -> str:
+def checkpoint_sha256(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
     """As a report names the weights of the drafter when it ran in this dtype."""
-    return weights_sha256(checkpoint.files, checkpoint.tensor, getattr(torch, dtype))
+    return weights_sha256(checkpoint.files, checkpoint.tensor, dtype)
 
 
 def is_hub_name(name) -> bool:

@@ -6,23 +6,26 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path, PurePath
 
 import yaml
 from huggingface_hub import HfApi, ModelCard, get_token
-from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
 from ..checkpoints import Checkpoint, convert, meaning, read
 from ..checkpoints.convert import new_folder
 from ..drafter.configuration_dflash import DFlashConfig
 from ..drafter.modeling_dflash import DFlashDraftModel
-from .card import TAGS, Measurements, checkpoint_sha256, hub_name, is_hub_name, write_card
+from .card import Measurements, checkpoint_sha256, hub_name, is_hub_name, write_card
 
-LICENSES = {"apache-2.0": "Apache License", "mit": "MIT License"}  # how their texts begin
+# Titles of commits. Only under the first is the card that of the drafter's folder, or a new one.
+PUBLISHED = "Publish the drafter"
+KEPT = f"{PUBLISHED}; the card is the one that was here"
+LICENSES = {"apache-2.0": r"\W*Apache License\W+Version 2\.0\b", "mit": r"\W*(The )?MIT License\b"}
 
 
 @dataclass
@@ -54,9 +57,9 @@ def publish(
     """Publish a drafter: weights, config, code for `trust_remote_code`, generation config, LICENSE and card.
 
     The folder itself is left as it is. Its README.md, if it has one, is the card, with the figures filled in; else the
-    card that is on the Hub; else one is written. Without new measurements the figures on the Hub stay. Of its other
-    files only LICENSE, NOTICE and what `include` names are published. An upload that
-    broke off goes on where it was when the same call is made again.
+    one that is on the Hub already; else a card is written. Without new measurements the figures on the Hub stay. Of
+    the folder's other files only LICENSE, NOTICE, plots that the card shows and what `include` names are published.
+    An upload that broke off goes on where it was when the same call is made again.
 
     Args:
         drafter: a loaded drafter, or a folder or Hub name in z-lab's or speculators' layout.
@@ -69,15 +72,15 @@ def publish(
         include: patterns of other files of the drafter's folder, such as "recipe/*".
         private: for a repository that is made.
         revision: branch to upload to; made if it does not exist. Unset: main.
-        force: replace the files of a repository that holds something else, or the card of this drafter. Its history
-            keeps them.
+        force: replace the files of a repository that holds something else, and a README.md that was changed there. Its
+            history keeps them.
         token: of the Hub; unset: that of `hf auth login` or HF_TOKEN.
         out: write the files to this new folder and upload nothing.
 
     Raises:
         ValueError: the drafter is damaged, the card lacks something that only the caller knows, the measurements are
-            of another drafter or target, the license is not that of the folder, or the repository holds something
-            else.
+            of other weights or another target, the license is not the one that the folder names, or the repository
+            holds something else or a README.md that was changed there.
         OSError: the Hub cannot be reached or refuses; no token is ever part of the message.
 
     Example:
@@ -85,22 +88,12 @@ def publish(
     """
     if not is_hub_name(repo_id):
         raise ValueError(f"Expected a repository like owner/name, got {repo_id!r}.")
-    if out is not None:
-        with new_folder(out) as stage:
-            files = _write(stage, drafter, repo_id, measurements, base_model, license, datasets, language, include)
-        return Published(repo_id, None, str(out), files)
-    with _temporary() as stage:
-        # What is bad about the drafter is found before the Hub is asked.
-        files = _write(stage, drafter, repo_id, measurements, base_model, license, datasets, language, include)
+    with new_folder(out) if out is not None else _temporary() as stage:
+        readme, card = _write(stage, drafter, repo_id, measurements, base_model, license, datasets, language, include)
+        if out is not None:
+            return Published(repo_id, None, str(out), _files(stage))
         try:
-            published = None if force else _published_card(repo_id, revision, token)
-            if published is not None:
-                shutil.rmtree(stage)
-                stage.mkdir()
-                files = _write(
-                    stage, drafter, repo_id, measurements, base_model, license, datasets, language, include, published
-                )
-            return _upload(stage, repo_id, files, private=private, revision=revision, force=force, token=token)
+            return _upload(stage, repo_id, readme, card, private=private, revision=revision, force=force, token=token)
         except Exception as error:
             if (clean := without_tokens(error, token)) is None:
                 raise
@@ -113,27 +106,21 @@ def _temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _published_card(repo_id: str, revision: str | None, token: str | None) -> str | None:
-    """The card of a drafter that is on the Hub."""
-    try:
-        path = HfApi(token=token).hf_hub_download(repo_id, "README.md", revision=revision)
-    except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
-        return None
-    written = _text(Path(path))
-    return written if TAGS[0] in (_metadata(Path(path), written).get("tags") or ()) else None
+def _files(stage: Path) -> list[str]:
+    return sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
 
 
 def _write(
-    stage, drafter, repo_id, measurements, base_model, license, datasets, language, include, published=None
-) -> list[str]:
-    """Fill `stage` with all files of the repository; return their names. `published`: the card on the Hub."""
+    stage, drafter, repo_id, measurements, base_model, license, datasets, language, include
+) -> tuple[str | None, Callable[..., ModelCard]]:
+    """Fill `stage` with all files of the repository; return the folder's README.md and what writes the card."""
     measured = None if measurements is None else Measurements(measurements)
     with _temporary() if isinstance(drafter, DFlashDraftModel) else nullcontext(drafter) as source:
         if isinstance(drafter, DFlashDraftModel):
             drafter.save_pretrained(source)
         checkpoint = read(source)
         readme = checkpoint.folder / "README.md"
-        written = _text(readme) if readme.is_file() else published
+        written = _text(readme) if readme.is_file() else None
         said = _metadata(readme, written)
         for name, given in (("base_model", base_model), ("license", license)):
             if given is None and not isinstance(said.get(name) or "", str):
@@ -146,8 +133,6 @@ def _write(
         candidates = [base_model, said.get("base_model"), checkpoint.target]
         candidates.append(measured.target if measured else None)
         base_model = next(filter(hub_name, candidates), None)
-        if license and said.get("license") and license != said["license"] and readme.is_file():
-            raise ValueError(f"{readme} says license: {said['license']}, got {license!r}: change one of them.")
         license = license or said.get("license")
         for name, value, example in (
             ("base_model", base_model, "Qwen/Qwen3-8B"),
@@ -158,30 +143,31 @@ def _write(
                     f"The card needs {name}, and the drafter does not say it: pass {name}='{example}' "
                     f"(--{name.replace('_', '-')} {example})."
                 )
+        if isinstance(named := said.get("license"), str) and named != license:
+            raise ValueError(f"{readme} says license: {named}, and {license} was given: change one of them.")
         convert(source, stage, target=base_model)
         _include(checkpoint.folder, stage, include)
-        if measured is None and written is not None:
-            _include(checkpoint.folder, stage, ["plots/*.png"], needed=False)  # the card may show them
-    _add_license(stage, license)
-    checkpoint = read(stage)
-    plots = []
-    if measured is not None:
-        _check_fits(measured, checkpoint, base_model)
-        plots = [f"plots/{path.name}" for path in measured.draw(stage / "plots")]
-    card = write_card(
-        checkpoint,
-        repo_id,
-        base_model=base_model,
-        license=license,
-        datasets=datasets,
-        language=language,
-        measurements=measured,
-        plots=plots,
-        written=written,
-        published=published,
-    )
-    card.save(stage / "README.md")
-    return sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
+        _add_license(stage, license)
+        staged, plots = read(stage), []
+        if measured is not None:
+            _check_fits(measured, staged, base_model, source if source is drafter else "DRAFTER")
+            plots = [f"plots/{path.name}" for path in measured.draw(stage / "plots")]
+        card = partial(
+            write_card,
+            staged,
+            repo_id,
+            base_model=base_model,
+            license=license,
+            datasets=datasets,
+            language=language,
+            measurements=measured,
+            plots=plots,
+        )
+        text = str(card(written=written))
+        (stage / "README.md").write_text(text, encoding="utf-8")
+        drawn = [f"plots/{path.name}" for path in checkpoint.folder.glob("plots/*.png")]
+        _include(checkpoint.folder, stage, [glob.escape(name) for name in drawn if name in text])
+    return written, card
 
 
 def _text(readme: Path) -> str:
@@ -191,7 +177,7 @@ def _text(readme: Path) -> str:
         raise ValueError(f"{readme} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8.") from None
 
 
-def _metadata(readme: Path, written: str | None) -> dict:
+def _metadata(readme: Path | str, written: str | None) -> dict:
     try:
         said = ModelCard(written).data.to_dict() if written else {}
     except (TypeError, ValueError, yaml.YAMLError) as error:
@@ -203,13 +189,13 @@ def _metadata(readme: Path, written: str | None) -> dict:
     return said
 
 
-def _include(folder: Path, stage: Path, patterns: Iterable[str], needed: bool = True) -> None:
+def _include(folder: Path, stage: Path, patterns: Iterable[str]) -> None:
     """Copy the files of `folder` that match and are not written anew."""
     for pattern in patterns:
         if PurePath(pattern).is_absolute() or ".." in PurePath(pattern).parts:
             raise ValueError(f"Expected a pattern of files in the drafter's folder to include, got {pattern!r}.")
         files = [file for file in sorted(folder.glob(pattern)) if file.is_file()]
-        if needed and not files:
+        if not files:
             raise ValueError(f"No file of {folder} matches {pattern!r}, which was to be included.")
         for file in files:
             copy = stage / file.relative_to(folder)
@@ -219,11 +205,13 @@ def _include(folder: Path, stage: Path, patterns: Iterable[str], needed: bool = 
 
 
 def _add_license(stage: Path, license: str) -> None:
-    for path in stage.glob("LICENSE*"):
-        begins = path.read_text(encoding="utf-8", errors="replace").lstrip()
-        found = next((name for name, title in LICENSES.items() if begins.startswith(title)), license)
-        if found != license and license in LICENSES:
-            raise ValueError(f"{path.name} of the drafter's folder is {found}, got license {license!r}: change one.")
+    texts = [path.read_text(errors="replace") for path in stage.glob("LICENSE*")]
+    named = [name for name, title in LICENSES.items() if any(re.match(title, text) for text in texts)]
+    if named and license not in named:
+        raise ValueError(
+            f"The LICENSE of the drafter's folder is {named[0]}, the card's {license}: change one of them."
+        )
+    if texts:
         return
     text = distribution("dflash-hf").read_text("licenses/LICENSE") if license == "apache-2.0" else None
     if text is None:
@@ -231,21 +219,22 @@ def _add_license(stage: Path, license: str) -> None:
     (stage / "LICENSE").write_text(text, encoding="utf-8")
 
 
-def _check_fits(measured: Measurements, checkpoint: Checkpoint, base_model: str) -> None:
-    found = checkpoint_sha256(checkpoint, measured.dtype)
-    if measured.weights != found:
+def _check_fits(measured: Measurements, checkpoint: Checkpoint, base_model: str, source) -> None:
+    command = f"dflash-hf bench {base_model} {source} {measured.prompts} --out bench.json"
+    weights = checkpoint_sha256(checkpoint, measured.dtype)
+    if weights != measured.weights:
         raise ValueError(
-            f"The measurements are of another drafter ({measured.drafter}, weights {measured.weights[:12]}...); this "
-            f"one has weights {found[:12]}.... Run `dflash-hf bench` with this one."
+            f"The measurements are of other weights ({measured.drafter}, SHA-256 {measured.weights[:12]}...), this "
+            f"drafter's are {weights[:12]}.... Measure these: {command}"
         )
-    if is_hub_name(measured.target) and measured.target != base_model:
+    if hub_name(measured.target) and measured.target != base_model:
         raise ValueError(
-            f"The measurements are with the target {measured.target}, the card's is {base_model}: run `dflash-hf "
-            "bench` with that one, or change base_model."
+            f"The measurements are with the target {measured.target}, base_model is {base_model}. Name the one that "
+            f"was measured (--base-model), or measure with the other: {command}"
         )
 
 
-def _upload(stage, repo_id, files, *, private, revision, force, token) -> Published:
+def _upload(stage, repo_id, written, card, *, private, revision, force, token) -> Published:
     # Of the two ways to send a folder, upload_folder resumes by itself (huggingface_hub 2.4): what is stored already,
     # whole or in parts, is not sent again, and a commit comes after all of its files.
     api = HfApi(token=token)
@@ -260,37 +249,61 @@ def _upload(stage, repo_id, files, *, private, revision, force, token) -> Publis
             f"{repo_id} holds something else: {something_else}. Nothing was uploaded. Choose another name, or replace "
             "its files with force=True (--force); its history keeps them."
         )
-    # Old weights beside new ones would be loaded in their place; plots that the card does not show are of old figures.
+    published, title = None, PUBLISHED
+    if "README.md" in there and not something_else:
+        published = _download(api, repo_id, "README.md", info.sha)
+        _metadata(f"{repo_id}/README.md", published)
+        published = published if ModelCard(published).text.strip() else None  # made on the website
+    if published is not None and not force:
+        if written is None:
+            written, title = published, KEPT
+        elif published not in (written, _last_card(api, repo_id, revision)):
+            raise ValueError(
+                f"The README.md of {repo_id} was changed there, and the drafter's folder has one too. Nothing was "
+                "uploaded. Take the folder's away, and the one on the Hub stays; or put into it what is to stay, and "
+                "replace the one on the Hub with force=True (--force)."
+            )
+    text = str(card(written=written, published=published))
+    (stage / "README.md").write_text(text, encoding="utf-8")
+    files = _files(stage)
+    # Old weights beside new ones would be loaded in their place.
     weights = re.compile(r"[^/]*\.(safetensors|bin)(\.index\.json)?|mask_embedding\.pt")
-    card = (stage / "README.md").read_text(encoding="utf-8")
-    plots = {name for name in there if PurePath(name).match("plots/*.png") and name not in card}
-    stale = [name for name in there - set(files) if something_else or weights.fullmatch(name) or name in plots]
+    plots = [name for name in there if re.fullmatch(r"plots/bench-\w+\.png", name) and name not in text]
+    stale = {name for name in there if something_else or weights.fullmatch(name)}.union(plots).difference(files)
     commit = api.upload_folder(
         repo_id=repo_id,
         folder_path=stage,
         revision=revision,
-        commit_message="Publish the drafter",
+        commit_message=title,
         delete_patterns=[glob.escape(name) for name in sorted(stale)] or None,
         parent_commit=info.sha,  # nothing that came in between is overwritten
     )
     return Published(repo_id, commit.oid, f"{api.endpoint}/{repo_id}/tree/{commit.oid}", files)
 
 
+def _download(api: HfApi, repo_id: str, name: str, revision: str) -> str:
+    return _text(Path(api.hf_hub_download(repo_id, name, revision=revision)))
+
+
+def _last_card(api: HfApi, repo_id: str, revision: str | None) -> str | None:
+    """The README.md of the newest commit that brought the folder's own, or a new one."""
+    commits = api.list_repo_commits(repo_id, revision=revision)
+    last = next((commit.commit_id for commit in commits if commit.title == PUBLISHED), None)
+    return None if last is None else _download(api, repo_id, "README.md", last)
+
+
 def _something_else(api: HfApi, repo_id: str, sha: str, there: set[str], config: DFlashConfig) -> str | None:
     """Why the files of a repository are not an older version of this drafter; None if they are, or there are none."""
-
-    def text(name: str) -> str:
-        return Path(api.hf_hub_download(repo_id, name, revision=sha)).read_text(encoding="utf-8")
 
     if not there:
         return None
     if there <= {"README.md", "LICENSE"}:  # made on the website, which asks for a license
-        there = {name for name in there if name == "README.md" and ModelCard(text(name)).text.strip()}
-        return "a README.md" if there else None
+        words = "README.md" in there and ModelCard(_download(api, repo_id, "README.md", sha)).text.strip()
+        return "a README.md" if words else None
     if "config.json" not in there:
         return f"{', '.join(sorted(there)[:5])}{' and more' if len(there) > 5 else ''}"
     try:
-        raw = json.loads(text("config.json"))
+        raw = json.loads(_download(api, repo_id, "config.json", sha))
         if raw.get("architectures") != ["DFlashDraftModel"] or "dflash_config" not in raw:
             return f"a model with architectures={raw.get('architectures')}"
         theirs = meaning(DFlashConfig.from_dict(raw))
