@@ -112,8 +112,9 @@ class SlotPass:
 
     def _masks(self, length: int, first: int | None, total: int):
         masks = {layer.window: layer for layer in self.cache.layers}
-        # Of a ring all slots are read, those that nothing was written to yet included.
-        in_sight = all(layer.ring is None and (window is None or total <= window) for window, layer in masks.items())
+        # Families with one mask get None too; from a window's width on they would make their own of it, which counts
+        # this pass's column as held before it and hides the first one.
+        in_sight = all(window is None or total < window for window in masks)
         if length == 1 and first is not None and self.prompt_mask is None and in_sight:
             # A token that sees every slot needs no mask, and kernels are faster without: K/V heads stay shared.
             return {"full_attention": None, "sliding_attention": None} if self.by_type else None
